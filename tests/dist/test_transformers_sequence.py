@@ -444,5 +444,8 @@ def test_tiles() -> None:
         torch.testing.assert_close(each(), plain())
         for one, other in zip(torch.autograd.grad(each(), params), expected, strict=True):
             torch.testing.assert_close(one, other)
+    few = x[:, :1], torch.zeros(2, 1)  # two tokens, and 8 shards
+    loss = TiledFusedLogitsLoss.apply(lambda module, h, target: (h.sum(1) - target).mean(), head, *few, None, 8)
+    torch.testing.assert_close(loss, x[:, 0].sum(1).mean())
     with pytest.raises(ValueError, match="must be a tensor with 11 tokens"):
         sequence_tiled_compute(mlp, 11, 2, {"x": x}, {})

@@ -661,6 +661,21 @@ def test_the_engine_says_what_the_config_says(deepspeed: Any) -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_the_name_of_the_optimizer(deepspeed: Any) -> None:
+    """DeepSpeed's own in lower case, others as the config has them, and the class of a caller's own."""
+    model = toy.seeded(toy.Lm)
+    for config, own, name in (
+        ({"type": "AdamW", "params": {}}, None, "adamw"),
+        ({"type": "SGD", "params": {"lr": 0.1}}, None, "SGD"),
+        (None, torch.optim.RMSprop(model.parameters()), "RMSprop"),
+    ):
+        settings = toy.settings(1, optimizer=config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=settings, dist_init_required=False)
+        assert engine.optimizer_name() == name
+        engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
 def test_slipstreams_engine_names_what_replaces_a_method_of_deepspeeds(deepspeed: Any) -> None:
     engine, *_ = initialize(model=toy.seeded(toy.Lm), config=toy.settings(3), dist_init_required=False)
     for name in (*deepspeed_names.RENAMED, *deepspeed_names._INSTEAD):
@@ -809,6 +824,13 @@ def test_checkpointing_is_configured_or_says_what_a_call_cannot_do(
     with caplog.at_level("INFO", "slipstream"):
         configure(None, contiguous_checkpointing=True, num_checkpoints=4, profile=False)
     assert "has no effect" in caplog.text and deepspeed.checkpointing.is_configured()
+
+
+def test_a_checkpointed_function_gets_its_keywords(deepspeed: Any) -> None:
+    x, weight = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+    deepspeed.checkpointing.checkpoint(lambda x, *, weight: (x * weight).exp(), x, weight=weight).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((3,), 2.0).exp() * 2)
+    torch.testing.assert_close(weight.grad, torch.full((3,), 2.0).exp())
 
 
 def test_ranks_of_slices_draw_apart(deepspeed: Any) -> None:

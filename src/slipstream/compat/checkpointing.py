@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from slipstream.activations.random_states import MODEL_PARALLEL, RandomStates, seed_device, tracked
-from slipstream.activations.recompute import checkpoint as _checkpoint
+from slipstream.activations.recompute import checkpoint
 from slipstream.config import load_config
 from slipstream.parallel.mpu import tensor_rank
 
 logger = logging.getLogger(__name__)
 _configured = False
 _mpu: Any = None
-
-
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`; backward recomputes its activations."""
-    return _checkpoint(function, *args)
 
 
 non_reentrant_checkpoint = checkpoint

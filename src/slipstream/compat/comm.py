@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from slipstream.world.join import init_distributed as _init_distributed
 from slipstream.world.join import local_rank
@@ -50,8 +49,8 @@ def _tell_accelerate() -> None:
         shared["backend"] = dist.get_backend()
 
 
-is_available, new_group = dist.is_available, dist.new_group
-inference_all_reduce, allgather_fn = dist.all_reduce, dist.all_gather_into_tensor
+is_available, new_group, get_all_ranks_from_group = dist.is_available, dist.new_group, dist.get_process_group_ranks
+inference_all_reduce, allgather_fn, reduce_scatter_fn = dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 def get_rank(group: Any = None) -> int:
@@ -70,20 +69,10 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
-def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    return dist.get_process_group_ranks(group)
-
-
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
     return dist.device_mesh.init_device_mesh(
         "cuda" if torch.cuda.is_available() else "cpu", mesh_shape, mesh_dim_names=mesh_dim_names
     )
-
-
-def reduce_scatter_fn(
-    output_tensor: Tensor, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 def has_all_gather_into_tensor() -> bool:

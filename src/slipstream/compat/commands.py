@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 HOSTFILE = "/job/hostfile"
+_LONGEST = 1 << 30  # bytes of a line
 _OPERATIONS = {"pt2pt": "send_recv"}
 _NO_EFFECT_ON_DISKS = "read write no_read no_write single_submit overlap_events handle flush_page_cache verbose"
 
@@ -65,58 +65,50 @@ def ds_ssh() -> int:
         if not options.command:
             raise ValueError("no command; ds_ssh [-f HOSTFILE] COMMAND")
         hosts = parse_hostfile(Path(options.hostfile).read_text(), options.hostfile)
+        if shutil.which("ssh") is None:
+            raise ValueError("ssh is not installed on this host; install an OpenSSH client")
     except (OSError, ValueError) as error:
         why = f"cannot read {options.hostfile}: {error.strerror}; name one by -f" if isinstance(error, OSError) else error
         sys.stderr.write(f"ds_ssh: {why}\n")
         return 2
-    return _on_all([host.name for host in hosts], " ".join(options.command))
+    return asyncio.run(_on_all([host.name for host in hosts], " ".join(options.command)))
 
 
-def _on_all(hosts: Sequence[str], line: str) -> int:
+async def _on_all(hosts: Sequence[str], line: str) -> int:
     """The largest exit code. A signal ends the command on all hosts: each has a terminal (-tt), which hangs up."""
-    running: list[subprocess.Popen[str]] = []
+    task, signals = asyncio.current_task(), list[int]()
+    assert task is not None, "a coroutine runs in a task"
 
-    def stop(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
+    def stop(number: int) -> None:
+        signals.append(number)
+        task.cancel()
 
-    def show(host: str, process: subprocess.Popen[str]) -> None:
-        for text in process.stdout or ():
-            sys.stdout.write(f"{host}: {text.rstrip()}\n")
-            sys.stdout.flush()
-
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
-        for host in hosts:
-            argv = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR", host, line]
-            running.append(
-                subprocess.Popen(
-                    argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                )
-            )
-        threads = [threading.Thread(target=show, args=pair) for pair in zip(hosts, running, strict=True)]
-        for thread in threads:
-            thread.start()
-        while any(process.poll() is None for process in running):
-            time.sleep(0.05)  # a signal that comes just before a wait without a limit would not end it
-        codes = [process.wait() for process in running]
-        for thread in threads:
-            thread.join()
-        for host, code in zip(hosts, codes, strict=True):
-            if code:
-                sys.stderr.write(f"ds_ssh: {host}: {shlex.quote(line)} ended with exit code {code}\n")
-        return max(codes)
-    except FileNotFoundError:
-        sys.stderr.write("ds_ssh: ssh is not installed on this host; install an OpenSSH client\n")
-        return 2
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(_on_host(host, line)) for host in hosts]
+    except asyncio.CancelledError:
+        return 128 + signals[0]
+    codes = [each.result() for each in running]
+    for host, code in zip(hosts, codes, strict=True):
+        if code:
+            sys.stderr.write(f"ds_ssh: {host}: {shlex.quote(line)} ended with exit code {code}\n")
+    return max(codes)
+
+
+async def _on_host(host: str, line: str) -> int:
+    argv = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR", host, line]
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, limit=_LONGEST, start_new_session=True
+    )
+    assert process.stdout is not None, "stdout is a pipe"
+    try:
+        async for text in process.stdout:
+            sys.stdout.write(f"{host}: {text.decode(errors='replace').rstrip()}\n")
+            sys.stdout.flush()
+        return await process.wait()
     finally:
-        for process in running:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            await process.wait()

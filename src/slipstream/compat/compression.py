@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -122,28 +122,31 @@ def _widened(heads: Tensor, count: int) -> Tensor:
 class _Parallel(LinearLayer_Compress):
     """A compressed linear layer of which each rank of an mpu's model-parallel group has a part."""
 
-    names: tuple[str, ...]  # of options, beside `bias`
-    mpu: Any
+    defaults: ClassVar[Mapping[str, bool]]  # options, beside `bias`
+    cut: ClassVar[int]  # what is cut: 0 the inputs, 1 the outputs
+
+    def __init__(self, mpu: Any, input_size: int, output_size: int, bias: bool = True, *given: bool, **options: bool) -> None:
+        options |= dict(zip(self.defaults, given, strict=False))
+        if unknown := options.keys() - self.defaults.keys():
+            raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}; it has {', '.join(self.defaults)}")
+        sizes, ranks = [input_size, output_size], mpu.get_model_parallel_world_size()
+        if sizes[self.cut] % ranks:
+            raise ValueError(f"{type(self).__name__}: {ranks} model-parallel ranks do not divide {sizes[self.cut]} features")
+        sizes[self.cut] //= ranks
+        super().__init__(*sizes, bias=bias)
+        self.mpu, self.input_size, self.output_size = mpu, input_size, output_size
+        self.options = {**self.defaults, **options}
 
     @classmethod
     def of(cls, mpu: Any, module: Any) -> _Parallel:
         """A compressed layer of an mpu's own layer, with its parameters."""
         bias = getattr(module, "bias", None)
-        options = {name: getattr(module, name) for name in cls.names}
+        options = {name: getattr(module, name) for name in cls.defaults}
         with torch.device("meta"):
-            made = cls(mpu, module.input_size, module.output_size, bias=bias is not None, **options)
+            made = cls(mpu, module.input_size, module.output_size, bias is not None, **options)
         made.weight = module.weight
         made.register_parameter("bias", bias)
         return made
-
-    def _build(self, mpu: Any, sizes: tuple[int, int], bias: bool, cut: int, **options: bool) -> None:
-        ranks = mpu.get_model_parallel_world_size()
-        if sizes[cut] % ranks:
-            raise ValueError(f"{type(self).__name__}: {ranks} model-parallel ranks do not divide {sizes[cut]} features")
-        own = [size // ranks if i == cut else size for i, size in enumerate(sizes)]
-        LinearLayer_Compress.__init__(self, *own, bias=bias)
-        self.mpu, (self.input_size, self.output_size) = mpu, sizes
-        vars(self).update(options)
 
     @functools.cached_property
     def _exchange(self) -> Exchange:
@@ -161,21 +164,11 @@ class _Parallel(LinearLayer_Compress):
 class ColumnParallelLinear_Compress(_Parallel):
     """Megatron's ColumnParallelLinear: a rank has a part of the outputs. Returns (output, bias), bias None if it has been added."""
 
-    names = ("gather_output", "skip_bias_add")
-
-    def __init__(
-        self,
-        mpu: Any,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        gather_output: bool = True,
-        skip_bias_add: bool = False,
-    ) -> None:
-        self._build(mpu, (input_size, output_size), bias, 1, gather_output=gather_output, skip_bias_add=skip_bias_add)
+    defaults: ClassVar[Mapping[str, bool]] = {"gather_output": True, "skip_bias_add": False}
+    cut = 1
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        options, exchange = vars(self), self._exchange
+        options, exchange = self.options, self._exchange
         y, bias = self._product(enter(input_, exchange), not options["skip_bias_add"])
         return gather_from(y, exchange, y.dim() - 1) if options["gather_output"] else y, bias
 
@@ -183,21 +176,11 @@ class ColumnParallelLinear_Compress(_Parallel):
 class RowParallelLinear_Compress(_Parallel):
     """Megatron's RowParallelLinear: a rank has a part of the inputs. Returns (output, bias), bias None if it has been added."""
 
-    names = ("input_is_parallel", "skip_bias_add")
-
-    def __init__(
-        self,
-        mpu: Any,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        input_is_parallel: bool = False,
-        skip_bias_add: bool = False,
-    ) -> None:
-        self._build(mpu, (input_size, output_size), bias, 0, input_is_parallel=input_is_parallel, skip_bias_add=skip_bias_add)
+    defaults: ClassVar[Mapping[str, bool]] = {"input_is_parallel": False, "skip_bias_add": False}
+    cut = 0
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        options, exchange = vars(self), self._exchange
+        options, exchange = self.options, self._exchange
         own = input_ if options["input_is_parallel"] else scatter_to(input_, exchange, input_.dim() - 1)
         y, bias = self._product(own, False)
         y = leave(y, exchange)

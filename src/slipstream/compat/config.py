@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -204,22 +204,19 @@ DeepSpeedMonitorConfig = _mirror(
 )
 
 
-class _Section(DeepSpeedConfigObject):
-    """A block that is constructed from the full config."""
+def _section(name: str, block: type[Block], key: str) -> Any:
+    """A class of a block that is constructed from the full config."""
 
-    block: ClassVar[type[Block]]
-    key: ClassVar[str]
+    def construct(self: Any, param_dict: Mapping[str, Any]) -> None:
+        vars(self).update(block.model_validate(param_dict.get(key) or {}).model_dump())
 
-    def __init__(self, param_dict: Mapping[str, Any]) -> None:
-        vars(self).update(self.block.model_validate(param_dict.get(self.key) or {}).model_dump())
-
-
-class DeepSpeedActivationCheckpointingConfig(_Section):
-    block, key = features.ActivationCheckpointing, "activation_checkpointing"
+    return type(name, (DeepSpeedConfigObject,), {"__init__": construct, "__module__": __name__})
 
 
-class DeepSpeedFlopsProfilerConfig(_Section):
-    block, key = observing.FlopsProfiler, "flops_profiler"
+DeepSpeedActivationCheckpointingConfig = _section(
+    "DeepSpeedActivationCheckpointingConfig", features.ActivationCheckpointing, "activation_checkpointing"
+)
+DeepSpeedFlopsProfilerConfig = _section("DeepSpeedFlopsProfilerConfig", observing.FlopsProfiler, "flops_profiler")
 
 
 class DeepSpeedCommsConfig(DeepSpeedConfigObject):
@@ -390,6 +387,7 @@ def _ranks(read: _Read, mpu: Any, mesh_device: Any) -> tuple[int, int]:
     return rank, count // read.value("sequence_parallel_size")
 
 
+@functools.cache  # one function under all paths of the module
 def __getattr__(name: str) -> Any:
     """get_x(param_dict), for x of the attributes."""
     if name.startswith("get_") and (read := _ATTRIBUTES.get(name.removeprefix("get_"))):

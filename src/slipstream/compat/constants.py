@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from enum import StrEnum
 from typing import Any
 
 
@@ -36,6 +37,12 @@ class ValidationMode:
     IGNORE = "IGNORE"
     FAIL = "FAIL"
 
+
+OffloadDeviceEnum = StrEnum("OffloadDeviceEnum", ["none", "cpu", "nvme"])
+# What `engine.offload_states(include=)` accepts
+OffloadStateTypeEnum = StrEnum(
+    "OffloadStateTypeEnum", ["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]
+)
 
 _RUNTIME = _read("""
 ROUTE_ train eval predict encode
@@ -168,7 +175,11 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
     "deepspeed.runtime.data_pipeline.constants": _DATA_PIPELINE,
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.fp16.loss_scaler": _SCALER,
-    "deepspeed.runtime.zero.config": {"ZERO_OPTIMIZATION": "zero_optimization"},
+    "deepspeed.runtime.zero.config": {
+        "ZERO_OPTIMIZATION": "zero_optimization",
+        "OffloadDeviceEnum": OffloadDeviceEnum,
+        "OffloadStateTypeEnum": OffloadStateTypeEnum,
+    },
     "deepspeed.runtime.zero.leaf_module_config": {
         "DEFAULT_LEAF_MODULE_CLASSES": [f"transformers.models.{name}SparseMoeBlock" for name in _EXPERT_BLOCKS],
         "DEFAULT_LEAF_MODULE_NAMES": [],

@@ -25,9 +25,10 @@ from slipstream.compat import groups, sparse, zero
 from slipstream.compat.comm import configured
 from slipstream.compat.compression import quantize_training
 from slipstream.compat.handles import carries_scale, serve_optimizer
-from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
+from slipstream.compat.names import CONFIG_GETTERS, CONFIG_METHODS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.timers import StepLines, Timer
+from slipstream.compat.utils import getter
 from slipstream.compat.weights import ZERO_TO_FP32, consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
@@ -62,11 +63,6 @@ def _of(read: Callable[[Plan], T]) -> Callable[[Any], T]:
     return lambda self: read(self.plan)
 
 
-def _attribute(path: str) -> Callable[[Any], Any]:
-    """Return a method that returns an attribute of the engine: DeepSpeed has methods for these."""
-    return lambda self: attrgetter(path)(self)
-
-
 def _resource(name: str) -> Any:
     """A property: what the states hold under a name, or None."""
     return property(lambda self: self.states.resources.get(name))
@@ -76,11 +72,12 @@ class DeepSpeedEngine(Engine):
     """Created by `initialize` below from a Slipstream engine. Attributes that it does not have are read from the model."""
 
     config: Any  # the user's config as a dict
+    client_optimizer: Any  # what the caller gave
     lines: StepLines
     coalesces = False  # inside coalesce_grad_reduction()
 
-    def _begin(self, config: Any) -> None:
-        self.config = config
+    def _begin(self, config: Any, optimizer: Any) -> None:
+        self.config, self.client_optimizer = config, optimizer
         self.lines = StepLines(self)
 
     @cached_property
@@ -167,7 +164,7 @@ class DeepSpeedEngine(Engine):
 
     # -- config values --
 
-    zero_optimization = _of(lambda plan: plan.zero.stage > 0)
+    zero_optimization = getter("_config.zero_enabled")
     zero_optimization_partition_gradients = _of(lambda plan: plan.zero.stage >= 2)
     zero_optimization_partition_weights = _of(lambda plan: plan.zero.stage == 3)
     zero_cpu_offload = _of(lambda plan: plan.offload.optimizer == "cpu")
@@ -176,33 +173,24 @@ class DeepSpeedEngine(Engine):
     zero_gather_16bit_weights_on_model_save = _of(lambda plan: True)  # state_dict() is complete at every stage
     fp16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.float16)
     bfloat16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.bfloat16)
-    torch_autocast_enabled = _of(lambda plan: plan.precision.autocast_dtype is not None)
     communication_data_type = property(_of(lambda plan: plan.precision.comm_dtype))
     dynamic_loss_scale = _of(lambda plan: plan.precision.loss_scale is not None and plan.precision.loss_scale.static is None)
-    optimizer_name = _of(lambda plan: plan.optimizer.type.lower() if plan.optimizer else None)
-    optimizer_params = _of(lambda plan: plan.optimizer.params if plan.optimizer else None)
-    scheduler_name = _of(lambda plan: plan.scheduler.type if plan.scheduler else None)
-    scheduler_params = _of(lambda plan: plan.scheduler.params if plan.scheduler else None)
     mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
-    sparse_gradients_enabled = _of(lambda plan: plan.zero.sends_rows)
     gradient_average = property(_of(lambda plan: plan.zero.reduce_op == "mean"), sparse.set_gradient_average)
     sparse_tensor_module_names = property(sparse.sparse_tensor_module_names)
     all_gather_scalar, sparse_all_gather = sparse.all_gather_scalar, sparse.sparse_all_gather
     sparse_allreduce, sparse_allreduce_bucket = sparse.sparse_allreduce, sparse.sparse_allreduce_bucket
     sparse_allreduce_no_retain = sparse.sparse_allreduce_no_retain
-    amp_enabled = _of(lambda plan: False)  # a config that enables it raises an error
-    eigenvalue_enabled = _of(lambda plan: bool((plan.compression or {}).get("eigenvalue")))
     quantize_training = _of(lambda plan: quantize_training(plan.compression or {}))
-    elasticity_enabled = _of(lambda plan: plan.sources["train_batch_size"] == "derived: elasticity")
-    pld_enabled = _of(lambda plan: plan.layer_drop is not None)
-    curriculum_enabled_legacy = _of(lambda plan: plan.curriculum is not None)
-    random_ltd_enabled = _of(lambda plan: bool((plan.efficiency or {}).get("random_ltd")))
-    checkpoint_tag_validation_enabled = _of(lambda plan: plan.checkpoint.tag_validation != "ignore")
-    checkpoint_tag_validation_fail = _of(lambda plan: plan.checkpoint.tag_validation == "fail")
 
     is_compiled = property(lambda self: self.module._compiled_call_impl is not None)
     is_deepcompile_active = _of(lambda plan: False)
     get_data_types = _of(lambda plan: (plan.precision.param_dtype, plan.precision.grad_accum_dtype or plan.precision.param_dtype))
+
+    def optimizer_name(self) -> str | None:
+        """The class of the caller's optimizer, or the type in the config."""
+        own = self.client_optimizer
+        return self._config.optimizer_name if own is None else type(own).__name__
 
     def postscale_gradients(self) -> bool:
         return not self._config.prescale_gradients
@@ -223,8 +211,8 @@ class DeepSpeedEngine(Engine):
     curriculum_scheduler_legacy = _resource("curriculum")  # its `set_custom_get_difficulty` sets a custom schedule
     flops_profiler = _resource("flops profiler")
     progressive_layer_drop = _resource("layer drop")
-    timers = property(_attribute("lines.timers"))  # of `wall_clock_breakdown`; without it there are none
-    tput_timer = property(_attribute("lines.speed"))
+    timers = property(attrgetter("lines.timers"))  # of `wall_clock_breakdown`; without it there are none
+    tput_timer = property(attrgetter("lines.speed"))
 
     @property
     def random_ltd_scheduler(self) -> RandomLTDScheduler:
@@ -288,11 +276,11 @@ class DeepSpeedEngine(Engine):
     dp_world_size = property(lambda self: self.mesh.batch.size)
     mp_world_size = property(lambda self: self.mesh.tp.size)
     data_parallel_group = property(lambda self: self.mesh.batch.group)
-    get_tensor_parallel_rank = get_model_parallel_rank = _attribute("mesh.tp.index")
-    get_tensor_parallel_world_size = _attribute("mesh.tp.size")
-    get_sequence_parallel_group = _attribute("mesh.sp.group")
-    get_sequence_parallel_rank = _attribute("mesh.sp.index")
-    get_sequence_parallel_world_size = _attribute("mesh.sp.size")
+    get_tensor_parallel_rank = get_model_parallel_rank = getter("mesh.tp.index")
+    get_tensor_parallel_world_size = getter("mesh.tp.size")
+    get_sequence_parallel_group = getter("mesh.sp.group")
+    get_sequence_parallel_rank = getter("mesh.sp.index")
+    get_sequence_parallel_world_size = getter("mesh.sp.size")
 
     # -- weights and states --
 
@@ -456,14 +444,16 @@ def _asserting(kind: type[Exception]) -> Iterator[None]:
         raise AssertionError(str(error)) from None
 
 
-def _getter(key: str) -> Callable[[DeepSpeedEngine], Any]:
+def _of_config(key: str) -> Callable[[DeepSpeedEngine], Any]:
     return lambda self: self._config._read.value(key)
 
 
 for _name, _path in RENAMED.items():
-    setattr(DeepSpeedEngine, _name, _attribute(_path))
+    setattr(DeepSpeedEngine, _name, getter(_path))
+for _name in CONFIG_METHODS:
+    setattr(DeepSpeedEngine, _name, getter(f"_config.{_name}"))
 for _name, _key in CONFIG_GETTERS.items():
-    setattr(DeepSpeedEngine, _name, _getter(_key))
+    setattr(DeepSpeedEngine, _name, _of_config(_key))
 
 
 def initialize(
@@ -506,7 +496,7 @@ def initialize(
     # DeepSpeedEngine adds only methods, so changing the class is enough.
     engine.__class__ = _kind(engine)
     assert isinstance(engine, DeepSpeedEngine)
-    engine._begin(raw)
+    engine._begin(raw, optimizer)
     if engine.mesh.is_first:
         keys.say(loaded.notes)
     if lr_scheduler is None and scheduler is not None:

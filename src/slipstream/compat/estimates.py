@@ -7,6 +7,7 @@ and buffers, without activations. `slipstream plan` predicts these too.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,36 +21,28 @@ from slipstream.zero.placement import Tier
 _NONE, _CPU = "none", "cpu"
 
 
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the memory of a model in stage 2. `additional_buffer_factor` has no effect: buffers are counted."""
-    _show(model, 2, [(_NONE, _CPU), (_NONE, _NONE)], num_gpus_per_node, num_nodes)
+def _live(stage: int, homes: list[tuple[str, str]]) -> Callable[..., None]:
+    def estimate(model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5) -> None:
+        """Print the memory of a model. `additional_buffer_factor` has no effect: buffers are counted."""
+        _show(model, stage, homes, num_gpus_per_node, num_nodes)
+
+    return estimate
 
 
-def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the memory of a model in stage 3. `additional_buffer_factor` has no effect: buffers are counted."""
-    _show(model, 3, [(_CPU, _CPU), (_NONE, _CPU), (_NONE, _NONE)], num_gpus_per_node, num_nodes)
+estimate_zero2_model_states_mem_needs_all_live = _live(2, [(_NONE, _CPU), (_NONE, _NONE)])
+estimate_zero3_model_states_mem_needs_all_live = _live(3, [(_CPU, _CPU), (_NONE, _CPU), (_NONE, _NONE)])
 
 
-def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
+def estimate_zero2_model_states_mem_needs_all_cold(total_params: float, *args: Any, **kwargs: Any) -> None:
     """As `..._all_live`, of a model of so many parameters."""
-    estimate_zero2_model_states_mem_needs_all_live(_sized(total_params, total_params), num_gpus_per_node, num_nodes)
+    estimate_zero2_model_states_mem_needs_all_live(_sized(total_params, total_params), *args, **kwargs)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: float,
-    largest_layer_params: float,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
+    total_params: float, largest_layer_params: float, *args: Any, **kwargs: Any
 ) -> None:
     """As `..._all_live`, of a model of so many parameters in layers of at most so many."""
-    estimate_zero3_model_states_mem_needs_all_live(_sized(total_params, largest_layer_params), num_gpus_per_node, num_nodes)
+    estimate_zero3_model_states_mem_needs_all_live(_sized(total_params, largest_layer_params), *args, **kwargs)
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:

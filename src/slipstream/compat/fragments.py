@@ -79,34 +79,28 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(grad, param))
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """Return the elements of the master weight that this rank updates, 1D."""
-    return _local(param, safe_get_full_fp32_param(param))
-
-
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    return _local(param, safe_get_full_optimizer_state(param, optim_state_key))
-
-
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     gradient = safe_get_full_grad(param)
-    return (
-        gradient.reshape(-1)[_range(*_place(param))]
-        if gradient is not None and engine_of(param)[0].coalesces
-        else _local(param, gradient)
-    )
+    if gradient is not None and engine_of(param)[0].coalesces:
+        return gradient.reshape(-1)[_range(*_place(param))]
+    return _local(param, gradient)
 
 
-def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    safe_set_full_fp32_param(param, _joined(param, value))
+def _getting(whole: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Of what `whole` returns, the elements that this rank updates, 1D."""
+    return lambda param, *key, **named: _local(param, whole(param, *key, **named))
 
 
-def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    safe_set_full_optimizer_state(param, _joined(param, value), optim_state_key)
+def _setting(whole: Callable[..., None]) -> Callable[..., None]:
+    """Give `whole` what all ranks have of it."""
+    return lambda param, value, *key, **named: whole(param, _joined(param, value), *key, **named)
 
 
-def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    safe_set_full_grad(param, _joined(param, value))
+safe_get_local_fp32_param = _getting(safe_get_full_fp32_param)
+safe_get_local_optimizer_state = _getting(safe_get_full_optimizer_state)
+safe_set_local_fp32_param = _setting(safe_set_full_fp32_param)
+safe_set_local_optimizer_state = _setting(safe_set_full_optimizer_state)
+safe_set_local_grad = _setting(safe_set_full_grad)
 
 
 def _local(param: nn.Parameter, whole: Tensor | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -88,19 +89,31 @@ class Asked(NamedTuple):
         """Raises ValueError for settings that no engine has."""
         return SamplingParams(max_tokens=self.max_tokens(ids), seed=seed, **self.settings)
 
-    def answers(self, engine: InferenceEngine, ids: Tensor, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """The new tokens of each prompt, `num` in a row. Seeds of samples come from torch's generator, one for each prompt."""
-        if not self.samples:
-            return [one.token_ids for one in engine.generate(prompts, self.params(ids))]
-        seeds = torch.randint(1 << 62, (len(prompts),)).tolist()
-        streams = [  # each submits its prompt now, so all are in one batch
-            engine.generate([prompt], self.params(ids, seed), n=self.num, stream=True)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+    def answers(
+        self, engine: InferenceEngine, ids: Tensor, prompts: Sequence[list[int]], times: list[float] | None = None
+    ) -> list[list[int]]:
+        """The new tokens of each prompt, `num` in a row. Seeds of samples come from torch's generator, one for each prompt.
+
+        times: gets the milliseconds of each token of the first answer.
+        """
+        if self.samples:
+            seeds = torch.randint(1 << 62, (len(prompts),)).tolist()
+            streams = [  # each submits its prompt now, so all are in one batch
+                engine.generate([prompt], self.params(ids, seed), n=self.num, stream=True)
+                for prompt, seed in zip(prompts, seeds, strict=True)
+            ]
+        else:
+            streams = [engine.generate(prompts, self.params(ids), stream=True)]
         found: list[list[int]] = [[] for _ in range(self.num * len(prompts))]
+        before = time.perf_counter()
         for i, stream in enumerate(streams):
             for delta in stream:
-                found[i * self.num + delta.index].extend(delta.token_ids)
+                place = (i + delta.prompt) * self.num + delta.index
+                found[place].extend(delta.token_ids)
+                if times is not None and place == 0 and delta.token_ids:
+                    now = time.perf_counter()
+                    times += [(now - before) * 1e3 / len(delta.token_ids)] * len(delta.token_ids)
+                    before = now
         return found
 
     def padded(self, ids: Tensor, answers: Sequence[list[int]]) -> Tensor:

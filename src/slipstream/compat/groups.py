@@ -6,13 +6,14 @@ are split over N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from slipstream.compat.comm import get_rank, get_world_group, get_world_size
-from slipstream.world.mesh import Axis, Mesh
+from slipstream.world.mesh import Axis, Mesh, build_mesh
 
 _last: list[Mesh] = []  # DeepSpeed's functions have no argument that tells the engine
 _names: list[str] = []  # of the groups of its layers of experts
@@ -25,11 +26,8 @@ def follow(mesh: Mesh, model: Any) -> None:
     _names[:] = sorted({name for module in model.modules() if (name := getattr(module, "expert_group_name", None))})
 
 
-def _axis(name: str) -> Axis:
-    if _last:
-        return getattr(_last[0], name)
-    size, rank = (get_world_size(), get_rank()) if name == "batch" else (1, 0)
-    return Axis(name, get_world_group() if size > 1 else None, tuple(range(size)) if name == "batch" else (get_rank(),), rank, size)
+def _mesh() -> Mesh:
+    return _last[0] if _last else build_mesh()
 
 
 def _group(axis: Axis) -> Any:
@@ -45,11 +43,12 @@ def _group(axis: Axis) -> Any:
 
 def _of_data_and_sequences() -> Axis:
     """The ranks among which samples and their parts are split."""
-    if not _last or _last[0].sp.size == 1:
-        return _axis("batch")
-    if _last[0].tp.size > 1:
+    mesh = _mesh()
+    if mesh.sp.size == 1:
+        return mesh.batch
+    if mesh.tp.size > 1:
         raise ValueError("with tensor parallelism there is no group of the data- and sequence-parallel ranks; use engine.mesh")
-    return _last[0].dense.both
+    return mesh.dense.both
 
 
 # -- experts --
@@ -67,7 +66,7 @@ def _expert_families() -> dict[str, _ExpertGroups]:
     found: dict[str, _ExpertGroups] = {}
     if "ep_size_1" in _names:
         found["ep_size_1"] = _ExpertGroups(Axis("ep", None, (get_rank(),), 0, 1), _of_data_and_sequences())
-    families = _last[0].families if _last else {}
+    families = _mesh().families
     for key in sorted(families, key=len, reverse=True):  # experts that are sliced too yield to others of the same size
         for split in key:
             if split.axis == "ep":
@@ -105,8 +104,7 @@ def _get_max_expert_parallel_group() -> Any:
 
 def _get_expert_model_parallel_world_size() -> int:
     """The slices of each expert."""
-    keys = _last[0].families if _last else ()
-    return max((s.size for key in keys if any(e.axis == "ep" for e in key) for s in key if s.axis == "tp"), default=1)
+    return max((s.size for key in _mesh().families if any(e.axis == "ep" for e in key) for s in key if s.axis == "tp"), default=1)
 
 
 # -- DeepSpeed's getters: the prefix of a name says which axis, its end what of it --
@@ -118,29 +116,34 @@ _VALUES: Mapping[str, Callable[[Axis], Any]] = {
     "group_ranks": lambda axis: list(axis.ranks),
     "src_rank": lambda axis: axis.ranks[0],
 }
-_AXES: Mapping[str, Callable[[], Axis]] = {
-    "_get_data_parallel": lambda: _axis("batch"),
-    "get_data_parallel": lambda: _axis("batch"),
-    "_get_sequence_parallel": lambda: _axis("sp"),
+_AXES: Mapping[str, Callable[..., Axis]] = {
+    "_get_data_parallel": lambda: _mesh().batch,
+    "get_data_parallel": lambda: _mesh().batch,
+    "_get_sequence_parallel": lambda: _mesh().sp,
     "_get_sequence_data_parallel": _of_data_and_sequences,
-    "_get_model_parallel": lambda: _axis("tp"),
-    "get_model_parallel": lambda: _axis("tp"),
-    "get_tensor_model_parallel": lambda: _axis("tp"),
-}
-_EXPERTS: Mapping[str, Callable[[_ExpertGroups], Axis]] = {
-    "_get_expert_parallel": lambda groups: groups.parts,
-    "_get_expert_data_parallel": lambda groups: groups.copies,
+    "_get_model_parallel": lambda: _mesh().tp,
+    "get_model_parallel": lambda: _mesh().tp,
+    "get_tensor_model_parallel": lambda: _mesh().tp,
+    "_get_expert_parallel": lambda group_name: _experts(group_name).parts,
+    "_get_expert_data_parallel": lambda group_name: _experts(group_name).copies,
 }
 
 
-def _getters() -> Iterator[tuple[str, Callable[..., Any]]]:
-    for prefix, axis in _AXES.items():
-        for end, value in _VALUES.items():
-            yield f"{prefix}_{end}", lambda axis=axis, value=value: value(axis())
-    for prefix, of in _EXPERTS.items():
-        for end, value in _VALUES.items():
-            yield f"{prefix}_{end}", lambda group_name, of=of, value=value: value(of(_experts(group_name)))
-        yield f"{prefix}_group_dict", lambda of=of: {name: _group(of(each)) for name, each in _expert_families().items()}
+def _value(value: Callable[[Axis], Any], axis: Callable[..., Axis], *args: Any, **kwargs: Any) -> Any:
+    return value(axis(*args, **kwargs))
+
+
+globals().update(
+    {f"{prefix}_{end}": partial(_value, value, axis) for prefix, axis in _AXES.items() for end, value in _VALUES.items()}
+)
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    return {name: _group(each.parts) for name, each in _expert_families().items()}
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    return {name: _group(each.copies) for name, each in _expert_families().items()}
 
 
 def _get_broadcast_src_rank() -> int:
@@ -151,6 +154,3 @@ def _get_broadcast_src_rank() -> int:
 def _get_expert_broadcast_src_rank(group_name: str) -> int:
     """The rank whose experts those with the same ones get."""
     return _experts(group_name).copies.ranks[0]
-
-
-globals().update(_getters())

@@ -117,31 +117,32 @@ def carries_scale(loss: Tensor) -> bool:
     return False
 
 
-class _AsksThePlan(type):
-    """`isinstance(handle, cls)` returns `cls.is_of(plan)` of the engine; other objects and subclasses use Python's check."""
+class _Asks(type):
+    """`isinstance(object, cls)` is true where `cls.stands_for(object)` is, and for instances of subclasses."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        is_of: Callable[[Plan], bool] | None = vars(cls).get("is_of")
-        if is_of is not None and isinstance(instance, OptimizerHandle):
-            return is_of(instance.engine.plan)
-        return super().__instancecheck__(instance)
+        stands_for: Callable[[Any], bool] = vars(cls).get("stands_for", lambda instance: False)
+        return stands_for(instance) or super().__instancecheck__(instance)
 
 
-class DeepSpeedOptimizer(metaclass=_AsksThePlan):
+class DeepSpeedOptimizer(metaclass=_Asks):
     """The type of every engine's optimizer, and a base class for optimizers of scripts."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if "is_of" in vars(cls):
+        if "stands_for" in vars(cls):
             raise TypeError(f"{cls.__name__} is there for isinstance; deepspeed.initialize() makes an engine's optimizer")
         return super().__new__(cls)
 
     @staticmethod
-    def is_of(plan: Plan) -> bool:
-        return True
+    def stands_for(instance: Any) -> bool:
+        return isinstance(instance, OptimizerHandle)
 
 
 def _type(name: str, base: type, is_of: Callable[[Plan], bool]) -> Any:
-    return _AsksThePlan(name, (base,), {"is_of": staticmethod(is_of), "__module__": __name__})
+    def stands_for(instance: Any) -> bool:
+        return isinstance(instance, OptimizerHandle) and is_of(instance.engine.plan)
+
+    return _Asks(name, (base,), {"stands_for": staticmethod(stands_for), "__module__": __name__})
 
 
 def _plain(dtype: torch.dtype) -> Callable[[Plan], bool]:
@@ -156,13 +157,12 @@ FP16_Optimizer = _type("FP16_Optimizer", DeepSpeedOptimizer, _plain(torch.float1
 FP16_UnfusedOptimizer = _type("FP16_UnfusedOptimizer", DeepSpeedOptimizer, _plain(torch.float16))
 
 
-class _AsksTheLoader(type):
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, StatefulLoader | CurriculumLoader)
-
-
-class DeepSpeedDataLoader(metaclass=_AsksTheLoader):
+class DeepSpeedDataLoader(metaclass=_Asks):
     """The type of an engine's loader, for `isinstance`."""
+
+    @staticmethod
+    def stands_for(instance: Any) -> bool:
+        return isinstance(instance, StatefulLoader | CurriculumLoader)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("engine.deepspeed_io(dataset) makes a loader, and so does deepspeed.initialize(training_data=dataset)")

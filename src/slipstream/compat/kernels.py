@@ -11,7 +11,6 @@ import functools
 import inspect
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -223,15 +222,7 @@ class Decoder:
             return None
         if engine.engine.max_context < max(map(len, prompts)) + asked.max_tokens(ids):
             return None
-        answers: list[list[int]] = [[] for _ in prompts]
-        before = time.perf_counter()
-        for delta in engine.generate(prompts, asked.params(ids), stream=True):
-            answers[delta.prompt].extend(delta.token_ids)
-            if times is not None and delta.prompt == 0 and delta.token_ids:
-                now = time.perf_counter()
-                times += [(now - before) * 1e3 / len(delta.token_ids)] * len(delta.token_ids)
-                before = now
-        return asked.padded(ids, answers)
+        return asked.padded(ids, asked.answers(engine, ids, prompts, times))
 
     def _prompts(self, asked: Asked, ids: Any, mask: Tensor | None) -> list[list[int]] | None:
         """The prompts; None for inputs that the engine does not take."""

@@ -45,15 +45,13 @@ def refuse_mixture(folders: Sequence[str]) -> None:
         installed = version("deepspeed")
     except PackageNotFoundError:  # run from the repository
         installed = "+slipstream"
+    why = f"its folder contains files of another one ({strangers[0]} and {len(strangers) - 1} more)" if strangers else ""
     if "+slipstream" not in installed:
+        why = f"the installed metadata are those of DeepSpeed {installed}"
+    if why:
         raise ImportError(
-            f"this is Slipstream's deepspeed, but the installed metadata are those of DeepSpeed {installed}. Run `pip uninstall "
-            f"deepspeed` and install one of the two again"
-        )
-    if strangers:
-        raise ImportError(
-            f"this is Slipstream's deepspeed, but its folder contains files of another one ({strangers[0]} and "
-            f"{len(strangers) - 1} more): run `pip uninstall deepspeed`, remove the folder, and install one of the two again"
+            f"this is Slipstream's deepspeed, but {why}: run `pip uninstall deepspeed`, remove what is left of its folder, and "
+            "install one of the two again"
         )
 
 
@@ -86,7 +84,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def _fill(module: ModuleType) -> None:
-    real = _real(module.__name__)
+    real = ALIASES.get(module.__name__, module.__name__)
     names = [*(name for listed in SERVED.get(real, {}).values() for name in listed.split()), *TABLES.get(real, {})]
     below = [name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == module.__name__]
     filled: Any = module
@@ -106,13 +104,8 @@ def _why_not(module: str, name: str) -> str | None:
     return reasons.get(name) or reasons.get("*") or (_why_not(package, "*") if package else None)
 
 
-def _real(name: str) -> str:
-    """Resolve an alias: deepspeed.zero is deepspeed.runtime.zero."""
-    return ALIASES.get(name, name)
-
-
 def _find(module: ModuleType, name: str) -> Any:
-    real = _real(module.__name__)
+    real = ALIASES.get(module.__name__, module.__name__)
     if name in TABLES.get(real, {}):
         return TABLES[real][name]
     for home, listed in SERVED.get(real, {}).items():

@@ -27,16 +27,10 @@ class _OneMonitor(Monitors):
         return getattr(self.config, name)
 
 
-class TensorBoardMonitor(_OneMonitor):
-    block = "tensorboard"
-
-
-class WandbMonitor(_OneMonitor):
-    block = "wandb"
-
-
-class csvMonitor(_OneMonitor):
-    block = "csv_monitor"
+_KINDS = {"TensorBoardMonitor": "tensorboard", "WandbMonitor": "wandb", "csvMonitor": "csv_monitor"}
+TensorBoardMonitor, WandbMonitor, csvMonitor = (
+    type(name, (_OneMonitor,), {"block": block, "__module__": __name__}) for name, block in _KINDS.items()
+)
 
 
 class CometMonitor(_OneMonitor):

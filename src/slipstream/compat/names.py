@@ -2,16 +2,18 @@
 
 docs/DEEPSPEED_KEYS.md contains these tables; a test compares them and imports every name. docs/COMING_FROM_DEEPSPEED.md has what
 behaves differently.
+
+[Note: Rows] A text has a row per line; lines that begin with spaces go on with it. Modules of DeepSpeed are without "deepspeed.",
+but for itself, and those of Slipstream likewise; "-" stands for nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# [Note: Served names] A row is a module of DeepSpeed (without "deepspeed.", but for itself), the module of Slipstream that has its
-# names (likewise; "-": the package), and the names; lines that begin with spaces go on with it.
+# A module of DeepSpeed, the module of Slipstream that has its names ("-": the package), and the names
 _SERVED = """
-deepspeed parallel.module: PipelineModule
+deepspeed parallel.module: DualPipeVModule PipelineModule
 deepspeed compat.engine: DeepSpeedConfigError DeepSpeedEngine PipelineEngine initialize
 deepspeed compat.comm: init_distributed
 deepspeed compat.accelerator: get_accelerator
@@ -19,7 +21,7 @@ deepspeed compat.config: DeepSpeedConfig
 deepspeed compat.handles: DeepSpeedOptimizer
 deepspeed compat.utils: OnDevice log_dist logger
 deepspeed compat.versions: git_branch git_hash
-deepspeed compat.inference: InferenceEngine init_inference
+deepspeed compat.inference: DeepSpeedInferenceConfig InferenceEngine init_inference
 deepspeed compat.rollout: DeepSpeedHybridEngine
 deepspeed -: add_config_arguments
 deepspeed parallel.slicing: tp_model_init
@@ -28,51 +30,31 @@ inference.engine compat.inference: InferenceEngine
 inference.quantization.quantization compat.zero: _init_group_wise_weight_quantization
 inference.config compat.inference: DeepSpeedInferenceConfig
 ops.transformer fused: DeepSpeedTransformerConfig DeepSpeedTransformerLayer
-ops.transformer.transformer fused: DeepSpeedTransformerConfig DeepSpeedTransformerLayer
 module_inject fused: replace_transformer_layer
 runtime compat.handles: DeepSpeedOptimizer ZeROOptimizer
 runtime.hybrid_engine compat.rollout: DeepSpeedHybridEngine
-runtime.rollout compat.rollout: HybridEngineRollout JSDLossOutput ResponseTokenBatch generalized_jsd_loss RolloutBatch
-    RolloutEngine RolloutRequest SamplingConfig RolloutConfig build_rollout
-runtime.rollout.base compat.rollout: RolloutBatch RolloutEngine RolloutRequest SamplingConfig
-runtime.rollout.hybrid_engine_rollout compat.rollout: HybridEngineRollout HybridEngineRolloutConfig
-runtime.rollout.distillation compat.rollout: JSDLossOutput ResponseTokenBatch generalized_jsd_loss
-runtime.base_optimizer compat.handles: DeepSpeedOptimizer ZeROOptimizer
+runtime.rollout compat.rollout: HybridEngineRollout JSDLossOutput ResponseTokenBatch generalized_jsd_loss RolloutBatch RolloutEngine
+    RolloutRequest SamplingConfig RolloutConfig build_rollout HybridEngineRolloutConfig
 runtime.config compat.engine: DeepSpeedConfigError
 runtime.config compat.config: DeepSpeedConfig DeepSpeedConfigModel DtypeEnum HybridEngineConfig
-runtime.sequence_parallel.ulysses_sp compat.sequence: TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF
-    UlyssesSPDataLoaderAdapter sequence_tiled_compute
+runtime.sequence_parallel.ulysses_sp compat.sequence: TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
+    sequence_tiled_compute
 ops.sparse_attention attention: BertSparseSelfAttention MatMul Softmax SparseAttentionUtils SparseSelfAttention
     BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig LocalSlidingWindowSparsityConfig
     SparsityConfig VariableSparsityConfig
-ops.sparse_attention.sparsity_config attention: BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig
-    FixedSparsityConfig LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig
-ops.sparse_attention.sparse_self_attention attention: SparseSelfAttention
-ops.sparse_attention.bert_sparse_self_attention attention: BertSparseSelfAttention
-ops.sparse_attention.sparse_attention_utils attention: SparseAttentionUtils
-ops.sparse_attention.matmul attention: MatMul
-ops.sparse_attention.softmax attention: Softmax
 elasticity config.elastic: compute_elastic_config elasticity_enabled ensure_immutable_elastic_config ElasticityConfigError
     ElasticityError ElasticityIncompatibleWorldSize
-elasticity.elasticity config.elastic: compute_elastic_config elasticity_enabled ensure_immutable_elastic_config
-elasticity.config config.elastic: ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize
 inference compat.ragged: DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine
-inference.v2 compat.ragged: DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine
-inference.v2.engine_v2 compat.ragged: InferenceEngineV2
-inference.v2.engine_factory compat.ragged: build_hf_engine
-inference.v2.config_v2 compat.ragged: DeepSpeedTPConfig QuantizationConfig RaggedInferenceEngineConfig
-inference.v2.scheduling_utils compat.ragged: SchedulingError SchedulingResult
-inference.v2.ragged compat.ragged: AllocationMode DSStateManagerConfig MemoryConfig
-inference.v2.ragged.manager_configs compat.ragged: AllocationMode DSStateManagerConfig MemoryConfig
-compression compression: init_compression redundancy_clean
-compression.compress compression: init_compression redundancy_clean student_initialization
+inference.v2 compat.ragged: DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine QuantizationConfig
+    SchedulingError SchedulingResult AllocationMode DSStateManagerConfig MemoryConfig
+compression compression: init_compression redundancy_clean student_initialization
 compression.helper compression: convert_conv1d_to_linear
-compression.helper compat.compression: fix_compression is_module_compressible module_replacement recursive_getattr
-    recursive_setattr
+compression.helper compat.compression: fix_compression is_module_compressible module_replacement recursive_getattr recursive_setattr
 compression.scheduler compression: compression_scheduler
 compression.utils compression: AsymQuantizer BinaryQuantizer SymQuantizer TernaryQuantizer TopKBinarizer
 compression.basic_layer compression: BNLayer_Compress Conv2dLayer_Compress Embedding_Compress LinearLayer_Compress QuantAct
 compression.basic_layer compat.compression: ColumnParallelLinear_Compress RowParallelLinear_Compress
+utils.module_utils compat.compression: recursive_getattr recursive_setattr
 runtime.quantize compat.compression: Quantizer
 runtime.data_pipeline.curriculum_scheduler data: CurriculumScheduler
 runtime.data_pipeline.data_sampling.indexed_dataset data.indexed: MMapIndexedDataset MMapIndexedDatasetBuilder code data_file_path
@@ -92,12 +74,11 @@ runtime.data_pipeline.data_routing.scheduler train.random_ltd: RandomLTDSchedule
 runtime.eigenvalue compression.eigenvalue: Eigenvalue
 runtime.progressive_layer_drop train.layer_drop: ProgressiveLayerDrop
 sequence.layer compat.sequence: DistributedAttention _SeqAllToAll
-runtime.config_utils compat.config: DeepSpeedConfigModel DeepSpeedConfigObject dict_raise_error_on_duplicate_keys
-    get_config_default get_dict_param get_list_param get_scalar_param
+runtime.config_utils compat.config: DeepSpeedConfigModel DeepSpeedConfigObject dict_raise_error_on_duplicate_keys get_config_default
+    get_dict_param get_list_param get_scalar_param
 runtime.precision_config compat.config: DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config
 runtime.zero.config compat.config: DeepSpeedZeroConfig DeepSpeedZeroLeafModuleConfig DeepSpeedZeroOffloadOptimizerConfig
     DeepSpeedZeroOffloadParamConfig ZeroStageEnum get_zero_config
-runtime.zero.config compat.enums: OffloadDeviceEnum
 runtime.zero.leaf_module_config compat.config: DeepSpeedZeroLeafModuleConfig
 runtime.swap_tensor.aio_config compat.config: get_aio_config
 runtime.activation_checkpointing.config compat.config: DeepSpeedActivationCheckpointingConfig
@@ -108,29 +89,22 @@ comm.config compat.config: CommsLoggerConfig DeepSpeedCommsConfig
 compile.config compat.config: CompileConfig
 monitor.config compat.config: CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config
 monitor.monitor observe.monitors: MonitorMaster
-monitor.tensorboard compat.monitors: TensorBoardMonitor
-monitor.wandb compat.monitors: WandbMonitor
-monitor.csv_monitor compat.monitors: csvMonitor
-monitor.comet compat.monitors: CometMonitor
+monitor.monitor compat.monitors: TensorBoardMonitor WandbMonitor csvMonitor CometMonitor
 utils.config compat.config: DeepSpeedThroughputTimerConfig get_timers_config
 runtime.engine compat.engine: DeepSpeedEngine
 runtime.engine compat.sparse: split_half_float_double_sparse
 runtime.sparse_tensor compat.sparse: SparseTensor
 runtime.comm.coalesced_collectives compat.collectives: all_to_all_quant_reduce reduce_scatter_coalesced
 runtime.zero compat.zero: GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter
-    unregister_external_parameter unwrap_model_for_generation
+    unregister_external_parameter unwrap_model_for_generation is_zero_param restore_init_context shutdown_init_context
+    zero_wrapper_for_fp_tensor_constructor ZeRORuntimeException apply_to_tensors_only
 runtime.zero compat.estimates: estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
 runtime.zero activations.tiled: TiledLinear
-runtime.zero.partition_parameters compat.zero: GatheredParameters Init ZeroParamStatus ZeroParamType is_zero_param
-    register_external_parameter restore_init_context shutdown_init_context zero_wrapper_for_fp_tensor_constructor
-runtime.zero.utils compat.zero: ZeRORuntimeException apply_to_tensors_only is_zero_param
-runtime.zero.offload_config compat.enums: OffloadDeviceEnum OffloadStateTypeEnum
-runtime.zero.offload_config compat.config: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig
 runtime.zero.stage_1_and_2 compat.handles: DeepSpeedZeroOptimizer
 runtime.zero.stage_1_and_2 compat.estimates: estimate_zero2_model_states_mem_needs_all_cold
     estimate_zero2_model_states_mem_needs_all_live model_to_params
-runtime.zero.stage3 compat.estimates: estimate_zero3_model_states_mem_needs_all_cold
-    estimate_zero3_model_states_mem_needs_all_live model_to_params
+runtime.zero.stage3 compat.estimates: estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
+    model_to_params
 runtime.zero.stage3 compat.handles: DeepSpeedZeroOptimizer_Stage3
 runtime.zero.stage3 compat.zero: unwrap_model_for_generation
 runtime.bf16_optimizer compat.handles: BF16_Optimizer
@@ -149,12 +123,11 @@ runtime.utils compat.runtime_utils: call_to_str clip_grad_norm_ clip_tensors_by_
     get_global_norm_of_tensors get_ma_status get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm
     is_model_parallel_parameter mask_nan_or_inf_with_val_inplace maybe_loss_for_backward noop_context
 runtime.utils parallel.layers: partition_balanced partition_uniform prefix_sum_inc
-runtime.activation_checkpointing.checkpointing compat.checkpointing: CudaRNGStatesTracker checkpoint configure
-    get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed non_reentrant_checkpoint
-    reset
+runtime.activation_checkpointing.checkpointing compat.checkpointing: CudaRNGStatesTracker checkpoint configure get_cuda_rng_tracker
+    is_configured model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed non_reentrant_checkpoint reset
 comm compat.comm: allgather_fn configure get_all_ranks_from_group get_global_rank get_local_rank get_rank get_world_group
-    get_world_size has_all_gather_into_tensor has_reduce_scatter_tensor inference_all_reduce init_distributed
-    initialize_mesh_device is_available is_initialized log_summary new_group reduce_scatter_fn
+    get_world_size has_all_gather_into_tensor has_reduce_scatter_tensor inference_all_reduce init_distributed initialize_mesh_device
+    is_available is_initialized log_summary new_group reduce_scatter_fn
 utils compat.pickled: fragment_address
 utils compat.utils: OnDevice get_z3_leaf_modules instrument_w_nvtx log_dist logger see_memory_usage set_log_level_from_string
     set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules
@@ -165,8 +138,6 @@ utils compat.fragments: safe_get_full_fp32_param safe_get_full_grad safe_get_ful
 utils -: RepeatingLoader
 utils.torch compat.versions: is_functorch_transforming jit_script_compat register_grad_hook required_torch_version
 git_version_info compat.versions: accelerator_name git_branch git_hash installed_ops torch_info version
-utils.nvtx compat.utils: instrument_w_nvtx
-utils.logging compat.utils: log_dist logger set_log_level_from_string
 moe.layer compat.moe: MoE
 moe.sharded_moe compat.moe: MOELayer TopKGate
 moe.utils compat.moe: configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
@@ -190,10 +161,7 @@ ops.adam compat.optimizers: DeepSpeedCPUAdam FusedAdam
 ops.adagrad compat.optimizers: DeepSpeedCPUAdagrad
 ops.lion compat.optimizers: DeepSpeedCPULion FusedLion
 ops.lamb compat.optimizers: FusedLamb
-runtime.fp16.onebit.adam compat.optimizers: OnebitAdam
-runtime.fp16.onebit.zoadam compat.optimizers: ZeroOneAdam
-runtime.fp16.onebit.lamb compat.optimizers: OnebitLamb
-runtime.fp16.onebit compat.optimizers: OnebitAdam OnebitLamb ZeroOneAdam
+runtime.fp16.onebit compat.optimizers: OnebitAdam ZeroOneAdam OnebitLamb
 ops compat.op_builders: __compatible_ops__
 ops.op_builder compat.op_builders: ALL_OPS AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder
     CUDAOpBuilder DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder
@@ -201,37 +169,177 @@ ops.op_builder compat.op_builders: ALL_OPS AsyncIOBuilder CCLCommBuilder CPUAdag
     QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder
     SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder UtilsBuilder
 accelerator compat.accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator
-pipe parallel.module: DualPipeVModule PipelineModule
-pipe parallel.layers: LayerSpec TiedLayerSpec
-runtime.pipe parallel.module: PipelineModule
+runtime.pipe parallel.module: DualPipeVModule PipelineModule PipelineError
 runtime.pipe parallel.layers: LayerSpec TiedLayerSpec
-runtime.pipe parallel.topology: ProcessTopology
-runtime.pipe.module parallel.module: PipelineError PipelineModule
-runtime.pipe.module parallel.layers: LayerSpec TiedLayerSpec
-runtime.pipe.module parallel.topology: PipeDataParallelTopology PipelineParallelGrid
+runtime.pipe parallel.topology: ProcessTopology PipeDataParallelTopology PipelineParallelGrid PipeModelDataParallelTopology
+    _prime_factors
 runtime.pipe.engine compat.engine: PipelineEngine
-runtime.pipe.dualpipev parallel.module: DualPipeVModule PipelineModule
-runtime.pipe.topology parallel.topology: PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid
-    ProcessTopology _prime_factors
 launcher.runner compat.launcher: DEEPSPEED_ENVIRONMENT_NAME main
 env_report compat.launcher: report
 checkpoint.ds_to_universal compat.universal: main parse_arguments
 """
 
+# A module of the table above, and its other paths
+_ALIASES = """
+runtime.zero: zero runtime.zero.tiling runtime.zero.mics runtime.zero.partition_parameters runtime.zero.utils
+runtime.activation_checkpointing.checkpointing: checkpointing
+comm: comm.comm
+profiling.flops_profiler: profiling.flops_profiler.profiler
+ops.adam: ops.adam.cpu_adam ops.adam.fused_adam
+ops.lamb: ops.lamb.fused_lamb
+ops.lion: ops.lion.cpu_lion ops.lion.fused_lion
+ops.adagrad: ops.adagrad.cpu_adagrad
+accelerator: accelerator.abstract_accelerator accelerator.real_accelerator
+ops.op_builder: ops.op_builder.all_ops ops.op_builder.builder ops.op_builder.cpu
+utils: utils.tensor_fragment utils.z3_leaf_module utils.init_on_device utils.logging utils.nvtx
+compression: compression.compress
+elasticity: elasticity.config elasticity.elasticity
+inference.v2: inference.v2.config_v2 inference.v2.engine_factory inference.v2.engine_v2 inference.v2.ragged
+    inference.v2.ragged.manager_configs inference.v2.scheduling_utils
+monitor.monitor: monitor.comet monitor.csv_monitor monitor.tensorboard monitor.wandb
+ops.sparse_attention: ops.sparse_attention.bert_sparse_self_attention ops.sparse_attention.matmul ops.sparse_attention.softmax
+    ops.sparse_attention.sparse_attention_utils ops.sparse_attention.sparse_self_attention ops.sparse_attention.sparsity_config
+ops.transformer: ops.transformer.transformer
+runtime.pipe: pipe runtime.pipe.dualpipev runtime.pipe.module runtime.pipe.topology
+runtime: runtime.base_optimizer
+runtime.fp16.onebit: runtime.fp16.onebit.adam runtime.fp16.onebit.lamb runtime.fp16.onebit.zoadam
+runtime.rollout: runtime.rollout.base runtime.rollout.distillation runtime.rollout.hybrid_engine_rollout
+runtime.zero.config: runtime.zero.offload_config
+"""
 
-def _read(table: str) -> dict[str, dict[str, str]]:
-    """See [Note: Served names]."""
-    served: dict[str, dict[str, str]] = {}
-    for row in table.strip().replace("\n    ", " ").splitlines():
-        place, _, names = row.partition(": ")
-        module, home = place.split()
-        module = module if module == "deepspeed" else f"deepspeed.{module}"
-        served.setdefault(module, {})["slipstream" if home == "-" else f"slipstream.{home}"] = names
-    return served
+# What is missing: all other names of a module, MODULE/NAME, or METHOD() of the engine; why, and what to do
+_MISSING = """
+runtime.zero/TiledLinearReturnBias: a tiled linear layer that returns its bias; TiledLinear adds it
+runtime.zero/MiCS_Optimizer runtime.zero/MiCS_Offload runtime.zero.mics_utils: the MiCS classes; set
+    zero_optimization.mics_shard_size in the config, which does the same at stage 3
+runtime.zero.stage_1_and_2 runtime.zero.stage3 runtime.utils: DeepSpeed's internals (flat groups, experts, hooks); engine.explain()
+    and engine.units show Slipstream's
+runtime.fp16.loss_scaler: loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings
+runtime.config: the inside of DeepSpeed's config; DeepSpeedConfig has its values as attributes
+runtime.sequence_parallel.ulysses_sp sequence: the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is
+    served
+runtime.fp16.onebit: the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
+runtime.comm: a transport of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
+runtime.lr_schedules: the inside of DeepSpeed's schedules; the config's scheduler sets the rate
+runtime.weight_quantizer: quantization of Megatron's files; slipstream.quantize packs a model's layers
+runtime.pipe: the inside of DeepSpeed's pipeline; engine.schedule holds the order of this engine's steps
+runtime.data_pipeline: the inside of DeepSpeed's data efficiency; the config's data_efficiency works, and slipstream.data has its
+    parts
+runtime.hybrid_engine: the inside of DeepSpeed's hybrid engine; engine.generate is served
+runtime.rollout: a rollout by another server; slipstream.handover.send hands it the weights
+moe load_moe_state_dict(): the inside of DeepSpeed's layer; slipstream.moe has ours
+utils.groups/initialize: has no effect in DeepSpeed either: pass ep_size to deepspeed.moe.layer.MoE
+ops.transformer: the inference kernels of DeepSpeed; init_inference has its own
+ops.op_builder: DeepSpeed's op builders; Slipstream's kernels are built when it is installed
+ops.aio: the asynchronous file handle; offload_optimizer and offload_param use the disk
+inference/build_engine_from_ds_checkpoint inference.v2/build_engine_from_ds_checkpoint: DeepSpeed's flattened weights;
+    build_hf_engine opens the model's own folder
+inference: the inside of DeepSpeed's serving engines; init_inference, build_hf_engine and `slipstream serve` serve models
+module_inject: kernel injection; init_inference(replace_with_kernel_inject=True) chooses the kernels
+elasticity: the inside of DeepSpeed's elasticity; `slipstream run --elastic MIN:MAX` is the agent
+utils.zero_to_fp32: a reader of DeepSpeed's files; get_fp32_state_dict_from_zero_checkpoint reads both kinds
+linear: DeepSpeed's quantized LoRA layers; use PEFT
+autotuning autotuning_metric() autotuning_metric_path() autotuning_model_info_path() autotuning_profile_model_info()
+    autotuning_start_profile_step() autotuning_end_profile_step(): autotuning runs outside the script: `deepspeed --autotuning`, or
+    `slipstream tune`
+train_batch() eval_batch(): a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch),
+    with engine.backward(loss) and engine.step() to train, under torch.no_grad() to evaluate
+quantizer(): an object beside the weights' own schedule; deepspeed.runtime.quantize.Quantizer steps parameters of a script
+allreduce_gradients() allreduce_bucket() allreduce_and_copy() allreduce_no_retain() buffered_allreduce_fallback(): the engine
+    reduces gradients during backward and step
+clip_fp32_gradients(): step() clips gradients to gradient_clipping
+register_compile_pass() get_compile_time() get_deepcompile_backend() get_deepspeed_compile_backend() get_autosp_backend()
+    get_autotp_backend() compile_zero_optimization_stage() compile_autosp() compile_autotp() uses_parallelization_pass_only():
+    DeepCompile; engine.compile() is torch.compile
+print_forward_breakdown(): the time inside of DeepSpeed's layers; flops_profiler has that of each module
+is_first_weights_partition_group(): DeepSpeed's process groups; engine.mesh has the data axes
+dynamic_loss_scale_args(): the scaler's arguments as a dictionary; engine.plan.precision.loss_scale has them
+swap_tensor_config(): the object behind offload_param; engine.plan.offload has the devices of offloaded states
+get_optimizer_configuration(): DeepSpeed's choice of an optimizer class; use type(engine.optimizer) or optimizer_name()
+collect_python_gc(): control of Python's garbage collector; call gc.collect()
+"""
+
+# Names of the config's values, or DeepSpeed's defaults: whose (A: attributes of DeepSpeedConfig; M: methods of the engine), the
+# prefixes of names and of keys, and what follows both; NAME=KEY where they differ
+_VALUES = """
+AM - - zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown gradient_predivide_factor log_level
+    optimizer_legacy_fusion=optimizer.legacy_fusion tensor_parallel_config=tensor_parallel
+    torch_autocast_lower_precision_safe_modules=torch_autocast.lower_precision_safe_modules
+    data_efficiency_enabled=data_efficiency.enabled
+AM - checkpoint. load_universal_checkpoint=load_universal use_node_local_storage
+A - - train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation steps_per_print
+    dump_state disable_python_gc disable_allgather prescale_gradients gradient_allreduce_op gradient_clipping dataloader_drop_last
+    compile_config=compile expert_parallel_config=expert_parallel autotuning_config=autotuning checkpoint_config=checkpoint
+    weight_quantization_config=weight_quantization zero_optimization_stage=zero_optimization.stage scheduler_name=scheduler.type
+    torch_autocast_enabled=torch_autocast.enabled use_data_before_expert_parallel_=use_data_before_expert_parallelism
+    checkpoint_parallel_write_pipeline=checkpoint.parallel_write.pipeline_stage
+A - data_types. grad_accum_dtype param_dtype buffer_dtype
+M zero_ zero_optimization. reduce_scatter overlap_comm offload_optimizer offload_param sub_group_size reduce_bucket_size
+    allgather_bucket_size compute_grad_norm contiguous_gradients load_from_fp32_weights elastic_checkpoint legacy_stage1
+    ignore_unused_parameters save_muon_momentum_buffer_in_memory allgather_partitions round_robin_gradients parameter_alignment
+    log_trace_cache_warnings multi_rank_bucket_allreduce=use_multi_rank_bucket_allreduce partial_offload=offload_optimizer.ratio
+M zero_ zero_optimization.stage3_ max_live_parameters max_reuse_distance prefetch_bucket_size module_granularity_threshold
+    param_persistence_threshold model_persistence_threshold allgather_sequential
+M - zero_optimization. zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+    is_sanity_checks_enabled=enable_sanity_checks zenflow_config=zenflow
+M - zero_optimization.offload_optimizer. super_offload cpuadam_cores_perc
+M flops_profiler_ flops_profiler. enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file
+M eigenvalue_ eigenvalue. verbose max_iter tol stability gas_boundary_resolution layer_name layer_num
+M fp16_ fp16.fp16_ master_weights_and_gradients=master_weights_and_grads
+M bf16_ bf16.bf16_ master_weights_and_gradients=master_weights_and_grads optimizer_states
+M - data_efficiency. data_sampling_enabled=data_sampling.enabled data_sampling_config=data_sampling
+    curriculum_learning_enabled=data_sampling.curriculum_learning.enabled random_ltd_config=data_routing.random_ltd
+    curriculum_learning_config=data_sampling.curriculum_learning
+M - - sparse_gradients_enabled=sparse_gradients pld_enabled=progressive_layer_drop.enabled eigenvalue_enabled=eigenvalue.enabled
+    curriculum_enabled_legacy=curriculum_learning.enabled amp_enabled=amp.enabled elasticity_enabled=elasticity.enabled
+    random_ltd_enabled=data_efficiency.data_routing.random_ltd.enabled
+M - - aio_config=aio checkpoint_serialization_enabled=checkpoint.checkpoint_serialization autotuning_enabled=autotuning.enabled
+    data_efficiency_config=data_efficiency autotp_size=tensor_parallel.autotp_size is_deepcompile_enabled=compile.deepcompile
+"""
+
+
+def _rows(text: str) -> list[list[str]]:
+    """Of each row the words before the first colon, and what follows it; without a colon, the words. See [Note: Rows]."""
+    rows = (row.partition(": ") for row in text.strip().replace("\n    ", " ").splitlines())
+    return [[*before.split(), *([after] if colon else [])] for before, colon, after in rows]
+
+
+def _whole(module: str) -> str:
+    return module if module == "deepspeed" else f"deepspeed.{module}"
+
+
+def _named(kind: str) -> dict[str, str]:
+    """name -> key, of the values of a kind."""
+    named: dict[str, str] = {}
+    for kinds, before, block, *entries in _rows(_VALUES):
+        for name, same, key in (entry.partition("=") for entry in entries if kind in kinds):
+            named[f"{before}{name}".removeprefix("-")] = f"{block}{key if same else name}".removeprefix("-")
+    return named
 
 
 # module of DeepSpeed -> {module of Slipstream: names in it}
-SERVED: Mapping[str, Mapping[str, str]] = _read(_SERVED)
+SERVED: dict[str, dict[str, str]] = {}
+for _module, _home, _names in _rows(_SERVED):
+    SERVED.setdefault(_whole(_module), {})["slipstream" if _home == "-" else f"slipstream.{_home}"] = _names
+
+# another path of a module -> its key in SERVED
+ALIASES = {_whole(alias): _whole(module) for module, aliases in _rows(_ALIASES) for alias in aliases.split()}
+
+# module of DeepSpeed -> {name, or * for all others: the missing feature, and an alternative}
+MISSING: dict[str, dict[str, str]] = {}
+MISSING_METHODS: dict[str, str] = {}  # of the engine
+for *_places, _why in _rows(_MISSING):
+    for _place in _places:
+        _module, _, _name = _place.partition("/")
+        if _module.endswith("()"):
+            MISSING_METHODS[_module.removesuffix("()")] = _why
+        else:
+            MISSING.setdefault(_whole(_module), {})[_name or "*"] = _why
+
+CONFIG_ATTRIBUTES, CONFIG_GETTERS = _named("A"), _named("M")  # of DeepSpeedConfig, methods of the engine -> the key
+# methods of the engine that return the attribute of DeepSpeedConfig
+CONFIG_METHODS = """optimizer_params scheduler_name scheduler_params torch_autocast_enabled checkpoint_tag_validation_enabled
+checkpoint_tag_validation_fail""".split()  # noqa: SIM905
 
 # module that `python -m` can run -> its function
 RUN: Mapping[str, str] = {
@@ -241,185 +349,5 @@ RUN: Mapping[str, str] = {
     "deepspeed.checkpoint.ds_to_universal": "slipstream.compat.universal:main",
 }
 
-# another path of a module -> its key in SERVED
-ALIASES: Mapping[str, str] = {
-    "deepspeed.zero": "deepspeed.runtime.zero",
-    "deepspeed.checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
-    "deepspeed.comm.comm": "deepspeed.comm",
-    "deepspeed.profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler",
-    "deepspeed.ops.adam.cpu_adam": "deepspeed.ops.adam",
-    "deepspeed.ops.adam.fused_adam": "deepspeed.ops.adam",
-    "deepspeed.ops.lamb.fused_lamb": "deepspeed.ops.lamb",
-    "deepspeed.ops.lion.cpu_lion": "deepspeed.ops.lion",
-    "deepspeed.ops.adagrad.cpu_adagrad": "deepspeed.ops.adagrad",
-    "deepspeed.accelerator.abstract_accelerator": "deepspeed.accelerator",
-    "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator",
-    "deepspeed.ops.op_builder.all_ops": "deepspeed.ops.op_builder",
-    "deepspeed.ops.op_builder.builder": "deepspeed.ops.op_builder",
-    "deepspeed.ops.op_builder.cpu": "deepspeed.ops.op_builder",
-    "deepspeed.utils.tensor_fragment": "deepspeed.utils",
-    "deepspeed.utils.z3_leaf_module": "deepspeed.utils",
-    "deepspeed.utils.init_on_device": "deepspeed.utils",
-    "deepspeed.runtime.zero.tiling": "deepspeed.runtime.zero",
-    "deepspeed.runtime.zero.mics": "deepspeed.runtime.zero",
-}
-
 # module -> the module that has its other names
 BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}
-
-_EXPERTS = "the inside of DeepSpeed's layer; slipstream.moe has ours"
-_PIPELINE = "the inside of DeepSpeed's pipeline; engine.schedule holds the order of this engine's steps"
-_LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
-_SEQUENCE = "the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is served"
-_ONE_BIT = "the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself"
-_SERVING = "the inside of DeepSpeed's serving engines; init_inference, build_hf_engine and `slipstream serve` serve models"
-_FLATTENED = "DeepSpeed's flattened weights; build_hf_engine opens the model's own folder"
-_BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"
-_ELASTIC = "the inside of DeepSpeed's elasticity; `slipstream run --elastic MIN:MAX` is the agent"
-_MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
-_SCALER = "loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings"
-_INSIDE = "DeepSpeed's internals (flat groups, experts, hooks); engine.explain() and engine.units show Slipstream's"
-_TRANSFORMER = "the inference kernels of DeepSpeed; init_inference has its own"
-_HYBRID = "the inside of DeepSpeed's hybrid engine; engine.generate is served"
-_ROLLOUT = "a rollout by another server; slipstream.handover.send hands it the weights"
-_INJECTION = "kernel injection; init_inference(replace_with_kernel_inject=True) chooses the kernels"
-_TUNING = "autotuning runs outside the script: `deepspeed --autotuning`, or `slipstream tune`"
-
-# module of DeepSpeed -> {name, or * for all others: the missing feature, and an alternative}
-MISSING: Mapping[str, Mapping[str, str]] = {
-    "deepspeed.runtime.zero": {
-        "TiledLinearReturnBias": "a tiled linear layer that returns its bias; TiledLinear adds it",
-        "MiCS_Optimizer": _MICS,
-        "MiCS_Offload": _MICS,
-    },
-    "deepspeed.runtime.zero.stage_1_and_2": {"*": _INSIDE},
-    "deepspeed.runtime.zero.stage3": {"*": _INSIDE},
-    "deepspeed.runtime.zero.mics_utils": {"*": _MICS},
-    "deepspeed.runtime.fp16.loss_scaler": {"*": _SCALER},
-    "deepspeed.runtime.config": {"*": "the inside of DeepSpeed's config; DeepSpeedConfig has its values as attributes"},
-    "deepspeed.runtime.utils": {"*": _INSIDE},
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": {"*": _SEQUENCE},
-    "deepspeed.sequence": {"*": _SEQUENCE},
-    "deepspeed.runtime.fp16.onebit": {"*": _ONE_BIT},
-    "deepspeed.runtime.comm": {"*": "a transport of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself"},
-    "deepspeed.runtime.lr_schedules": {"*": "the inside of DeepSpeed's schedules; the config's scheduler sets the rate"},
-    "deepspeed.runtime.weight_quantizer": {"*": "quantization of Megatron's files; slipstream.quantize packs a model's layers"},
-    "deepspeed.runtime.pipe": {"*": _PIPELINE},
-    "deepspeed.runtime.data_pipeline": {
-        "*": "the inside of DeepSpeed's data efficiency; the config's data_efficiency works, and slipstream.data has its parts"
-    },
-    "deepspeed.runtime.hybrid_engine": {"*": _HYBRID},
-    "deepspeed.runtime.rollout": {"*": _ROLLOUT},
-    "deepspeed.pipe": {"*": _PIPELINE},
-    "deepspeed.moe": {"*": _EXPERTS},
-    "deepspeed.utils.groups": {"initialize": "has no effect in DeepSpeed either: pass ep_size to deepspeed.moe.layer.MoE"},
-    "deepspeed.ops.transformer": {"*": _TRANSFORMER},
-    "deepspeed.ops.op_builder": {"*": _BUILDERS},
-    "deepspeed.ops.aio": {"*": "the asynchronous file handle; offload_optimizer and offload_param use the disk"},
-    "deepspeed.inference": {"build_engine_from_ds_checkpoint": _FLATTENED, "*": _SERVING},
-    "deepspeed.inference.v2": {"build_engine_from_ds_checkpoint": _FLATTENED},
-    "deepspeed.inference.v2.engine_factory": {"build_engine_from_ds_checkpoint": _FLATTENED},
-    "deepspeed.module_inject": {"*": _INJECTION},
-    "deepspeed.elasticity": {"*": _ELASTIC},
-    "deepspeed.utils.zero_to_fp32": {
-        "*": "a reader of DeepSpeed's files; get_fp32_state_dict_from_zero_checkpoint reads both kinds"
-    },
-    "deepspeed.linear": {"*": "DeepSpeed's quantized LoRA layers; use PEFT"},
-    "deepspeed.autotuning": {"*": _TUNING},
-}
-
-# A config value, or DeepSpeed's default -> key: names of both methods of the engine and attributes of DeepSpeedConfig
-# (CONFIG_VALUES), of attributes, and of methods (CONFIG_GETTERS)
-_ZERO = """reduce_scatter overlap_comm offload_optimizer offload_param sub_group_size reduce_bucket_size allgather_bucket_size
-compute_grad_norm contiguous_gradients load_from_fp32_weights elastic_checkpoint legacy_stage1 ignore_unused_parameters
-save_muon_momentum_buffer_in_memory allgather_partitions round_robin_gradients parameter_alignment log_trace_cache_warnings"""
-_STAGE_3 = """max_live_parameters max_reuse_distance prefetch_bucket_size module_granularity_threshold param_persistence_threshold
-model_persistence_threshold allgather_sequential"""
-_ZERO_PP = "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"
-_FLOPS = "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"
-_CURVED = "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num"
-_TOP = "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown gradient_predivide_factor log_level"
-CONFIG_VALUES: Mapping[str, str] = {
-    **{name: name for name in _TOP.split()},
-    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
-    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
-    "load_universal_checkpoint": "checkpoint.load_universal",
-    "use_node_local_storage": "checkpoint.use_node_local_storage",
-    "data_efficiency_enabled": "data_efficiency.enabled",
-    "tensor_parallel_config": "tensor_parallel",
-}
-_SAME = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation steps_per_print
-dump_state disable_python_gc disable_allgather prescale_gradients gradient_allreduce_op gradient_clipping dataloader_drop_last"""
-CONFIG_ATTRIBUTES: Mapping[str, str] = {
-    **CONFIG_VALUES,
-    **{name: name for name in _SAME.split()},
-    **{name: f"data_types.{name}" for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype")},
-    **{f"{block}_config": block for block in ("compile", "expert_parallel", "autotuning", "checkpoint", "weight_quantization")},
-    "zero_optimization_stage": "zero_optimization.stage",
-    "torch_autocast_enabled": "torch_autocast.enabled",
-    "scheduler_name": "scheduler.type",
-    "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
-    "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
-}
-CONFIG_GETTERS: Mapping[str, str] = {
-    **CONFIG_VALUES,
-    **{f"zero_{name}": f"zero_optimization.{name}" for name in _ZERO.split()},
-    **{f"zero_{name}": f"zero_optimization.stage3_{name}" for name in _STAGE_3.split()},
-    **{name: f"zero_optimization.{name}" for name in _ZERO_PP.split()},
-    **{f"flops_profiler_{name}": f"flops_profiler.{name}" for name in _FLOPS.split()},
-    **{f"eigenvalue_{name}": f"eigenvalue.{name}" for name in _CURVED.split()},
-    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
-    "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
-    "super_offload": "zero_optimization.offload_optimizer.super_offload",
-    "cpuadam_cores_perc": "zero_optimization.offload_optimizer.cpuadam_cores_perc",
-    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
-    "zenflow_config": "zero_optimization.zenflow",
-    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
-    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
-    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
-    "aio_config": "aio",
-    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
-    "autotuning_enabled": "autotuning.enabled",
-    "data_efficiency_config": "data_efficiency",
-    "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
-    "data_sampling_config": "data_efficiency.data_sampling",
-    "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
-    "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
-    "random_ltd_config": "data_efficiency.data_routing.random_ltd",
-    "autotp_size": "tensor_parallel.autotp_size",
-    "is_deepcompile_enabled": "compile.deepcompile",
-}
-
-_REDUCED = "the engine reduces gradients during backward and step"
-_COMPILE = "DeepCompile; engine.compile() is torch.compile"
-
-
-def _rows(names: str, why: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), why)
-
-
-# method of DeepSpeed's engine -> the missing feature, and an alternative
-MISSING_METHODS: Mapping[str, str] = {
-    "train_batch": f"{_LOOP}, engine.backward(loss) and engine.step()",
-    "eval_batch": f"{_LOOP} under torch.no_grad()",
-    "quantizer": "an object beside the weights' own schedule; deepspeed.runtime.quantize.Quantizer steps parameters of a script",
-    **_rows("allreduce_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback", _REDUCED),
-    "clip_fp32_gradients": "step() clips gradients to gradient_clipping",
-    **_rows(
-        "register_compile_pass get_compile_time get_deepcompile_backend get_deepspeed_compile_backend get_autosp_backend "
-        "get_autotp_backend compile_zero_optimization_stage compile_autosp compile_autotp uses_parallelization_pass_only",
-        _COMPILE,
-    ),
-    "print_forward_breakdown": "the time inside of DeepSpeed's layers; flops_profiler has that of each module",
-    **_rows(
-        "autotuning_metric autotuning_metric_path autotuning_model_info_path autotuning_profile_model_info "
-        "autotuning_start_profile_step autotuning_end_profile_step",
-        _TUNING,
-    ),
-    "load_moe_state_dict": _EXPERTS,
-    "is_first_weights_partition_group": "DeepSpeed's process groups; engine.mesh has the data axes",
-    "dynamic_loss_scale_args": "the scaler's arguments as a dictionary; engine.plan.precision.loss_scale has them",
-    "swap_tensor_config": "the object behind offload_param; engine.plan.offload has the devices of offloaded states",
-    "get_optimizer_configuration": "DeepSpeed's choice of an optimizer class; use type(engine.optimizer) or optimizer_name()",
-    "collect_python_gc": "control of Python's garbage collector; call gc.collect()",
-}

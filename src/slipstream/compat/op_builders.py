@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -50,66 +51,53 @@ def _step(kernel: Callable[..., None], tensors: Sequence[Tensor], **hyperparamet
     kernel(param, grad, *states, None, scale=1.0, **hyperparameters)
 
 
-def _fused(kernel: Callable[..., None], arguments: str, unused: str = "") -> Callable[..., None]:
+def _fused(kernel: Callable[..., None], arguments: str) -> Callable[..., None]:
     """A step over lists of tensors, one list per kind (gradients first), with DeepSpeed's order of hyperparameters."""
 
     def apply(chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *values: Any) -> None:
-        hyperparameters = dict(zip(arguments.split(), values, strict=True))
-        hyperparameters.pop(unused, None)
         if not int(noop_flag.sum()):
             for tensors in zip(*tensor_lists, strict=True):
-                _step(kernel, tensors, **hyperparameters)
+                _step(kernel, tensors, **dict(zip(arguments.split(), values, strict=True)))
 
     return apply
 
 
-def _adam() -> dict[str, Any]:
-    """In-place steps of Adam, by the number that `create_adam` registers."""
-    decoupled: dict[int, bool] = {}
+def _updates(
+    name: str, kernel: Callable[..., None], arguments: str, kept: Callable[[Sequence[Any]], dict[str, Any]] = lambda values: {}
+) -> Callable[[], dict[str, Any]]:
+    """In-place steps by an optimizer's number: create_NAME, NAME_update, destroy_NAME. Each update has the hyperparameters but for
+    `kept`, those of the values that `create` gets."""
 
-    def create_adam(optimizer_id: int, *values: Any) -> int:
-        """values: lr, beta1, beta2, eps and weight_decay, which each update repeats; adamw_mode (default True); should_log."""
-        decoupled[optimizer_id] = len(values) < 6 or bool(values[5])
-        return 0
+    def functions() -> dict[str, Any]:
+        created: dict[int, dict[str, Any]] = {}
 
-    def adam_update(optimizer_id: int, step: int, *values: Any) -> int:
-        names = ("lr", "beta1", "beta2", "eps", "weight_decay", "bias_correction")
-        param, grad, *states = values[len(names) :]
-        hyperparameters = dict(zip(names, values[: len(names)], strict=True))
-        _step(optim.adamw, (grad, param, *states), step=step, decoupled=decoupled[optimizer_id], **hyperparameters)
-        return 0
+        def create(optimizer_id: int, *values: Any) -> int:
+            created[optimizer_id] = kept(values)
+            return 0
 
-    def destroy_adam(optimizer_id: int) -> int:
-        decoupled.pop(optimizer_id, None)
-        return 0
+        def update(optimizer_id: int, step: int, *values: Any) -> int:
+            names = arguments.split()
+            param, grad, *states = values[len(names) :]
+            hyperparameters = dict(zip(names, values, strict=False)) | created.get(optimizer_id, kept(()))
+            _step(kernel, (grad, param, *states), step=max(1, step), **hyperparameters)
+            return 0
 
-    return {"create_adam": create_adam, "adam_update": adam_update, "destroy_adam": destroy_adam}
+        def destroy(optimizer_id: int) -> int:
+            created.pop(optimizer_id, None)
+            return 0
 
+        return {f"create_{name}": create, f"{name}_update": update, f"destroy_{name}": destroy}
 
-def _lion() -> dict[str, Any]:
-    def lion_update(
-        optimizer_id: int, step: int, lr: float, beta1: float, beta2: float, weight_decay: float, *tensors: Tensor
-    ) -> int:
-        param, grad, exp_avg = tensors
-        _step(optim.lion, (grad, param, exp_avg), lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
-        return 0
-
-    return {"create_lion": _no_op, "lion_update": lion_update, "destroy_lion": _no_op}
+    return functions
 
 
-def _adagrad() -> dict[str, Any]:
-    def adagrad_update(optimizer_id: int, step: int, lr: float, eps: float, weight_decay: float, *tensors: Tensor) -> int:
-        param, grad, squares = tensors
-        values = {"lr": lr, "lr_decay": 0.0, "eps": eps, "weight_decay": weight_decay, "step": max(1, step)}
-        _step(optim.adagrad, (grad, param, squares), **values)
-        return 0
-
-    return {"create_adagrad": _no_op, "adagrad_update": adagrad_update, "destroy_adagrad": _no_op}
+def _lion(*tensors: Any, step: int, **hyperparameters: Any) -> None:
+    optim.lion(*tensors, **hyperparameters)
 
 
-def _no_op(optimizer_id: int, *hyperparameters: Any) -> int:
-    """Each update passes its hyperparameters, so none are stored."""
-    return 0
+def _decoupled(values: Sequence[Any]) -> dict[str, Any]:
+    """values: lr, beta1, beta2, eps, weight_decay; adamw_mode (default True); should_log."""
+    return {"decoupled": len(values) < 6 or bool(values[5])}
 
 
 _ADAM_ORDER = "lr beta1 beta2 eps step decoupled bias_correction weight_decay"
@@ -118,11 +106,11 @@ _TRANSFORMER = "torch's scaled_dot_product_attention and torch.compile take its 
 _SERVING = "slipstream.init_inference and `slipstream serve` serve models"
 _LATER = "the feature is not built yet"
 _OPS: Mapping[str, tuple[str, Callable[[], dict[str, Any]] | str]] = {
-    "CPUAdamBuilder": ("cpu_adam", _adam),
-    "CPUAdagradBuilder": ("cpu_adagrad", _adagrad),
-    "CPULionBuilder": ("cpu_lion", _lion),
+    "CPUAdamBuilder": ("cpu_adam", _updates("adam", optim.adamw, "lr beta1 beta2 eps weight_decay bias_correction", _decoupled)),
+    "CPUAdagradBuilder": ("cpu_adagrad", _updates("adagrad", partial(optim.adagrad, lr_decay=0.0), "lr eps weight_decay")),
+    "CPULionBuilder": ("cpu_lion", _updates("lion", _lion, "lr beta1 beta2 weight_decay")),
     "FusedAdamBuilder": ("fused_adam", lambda: {"multi_tensor_adam": _fused(optim.adamw, _ADAM_ORDER)}),
-    "FusedLionBuilder": ("fused_lion", lambda: {"multi_tensor_lion": _fused(optim.lion, _LION_ORDER, unused="step")}),
+    "FusedLionBuilder": ("fused_lion", lambda: {"multi_tensor_lion": _fused(_lion, _LION_ORDER)}),
     "UtilsBuilder": ("utils", lambda: {"flatten": _flatten_dense_tensors, "unflatten": _unflatten_dense_tensors}),
     "FusedLambBuilder": ("fused_lamb", "deepspeed.ops.lamb.FusedLamb makes Slipstream's LAMB"),
     "AsyncIOBuilder": ("async_io", "offload_optimizer and offload_param use the disk"),

@@ -56,6 +56,9 @@ class _Refused(NamedTuple):
 
 
 _NARROW = _Refused(("fp32_optimizer_states",), "fp32_optimizer_states=False: set bf16.bf16_optimizer_states in the config instead")
+_CLIPPED = _Refused(
+    ("max_grad_norm", "amsgrad"), "{name}(max_grad_norm=, amsgrad=): set gradient_clipping in the config; LAMB has no AMSGrad"
+)
 _ONE_BIT = (
     _Refused(("amsgrad",), "{name} does not support the AMSGrad variant.", RuntimeError),
     _Refused(
@@ -66,11 +69,16 @@ _ONE_BIT = (
 
 
 class _Row(NamedTuple):
-    kinds: tuple[type, ...]  # of the optimizers that it stands for
     make: Callable[..., torch.optim.Optimizer]
     arguments: str  # DeepSpeed's, in order; the first are the parameters
+    text: str  # of the class
     refused: tuple[_Refused, ...] = ()
     defaults: Mapping[str, Any] = {}
+
+    @property
+    def kinds(self) -> Any:
+        """The classes of the optimizers that it stands for."""
+        return (torch.optim.Adam, torch.optim.AdamW) if self.make is _adam else self.make
 
 
 class _Stand(type):
@@ -106,84 +114,56 @@ def _adam(params: Any, bias_correction: bool, **arguments: Any) -> torch.optim.O
     return optimizer
 
 
-def _stand(name: str, text: str, row: _Row) -> Any:
+def _stand(name: str, row: _Row) -> Any:
     first, *names = row.arguments.split()
     defaults = {**_DEFAULTS, **row.defaults}
     both = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(first, both), *(inspect.Parameter(each, both, default=defaults[each]) for each in names)]
     signature = inspect.Signature(parameters)
-    return _Stand(name, (), {"__doc__": text, "__module__": __name__, "row": row, "__signature__": signature})
+    return _Stand(name, (), {"__doc__": row.text, "__module__": __name__, "row": row, "__signature__": signature})
 
 
-_ADAMS, _TAIL = (torch.optim.Adam, torch.optim.AdamW), "amsgrad cuda_aware comm_backend_name"
+_TAIL = "amsgrad cuda_aware comm_backend_name"
 _COMMON = "bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm"
-
-DeepSpeedCPUAdam = _stand(
-    "DeepSpeedCPUAdam",
-    "AdamW, or Adam if `adamw_mode=False`. It runs on the device on which the engine keeps the states.",
-    _Row(
-        _ADAMS, _adam, "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states", (_NARROW,)
+_IDLE = "`deepspeed`, `cuda_aware` and `comm_backend_name` have no effect: the engine's transport is used."
+_ROWS = {
+    "DeepSpeedCPUAdam": _Row(
+        _adam,
+        "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states",
+        "AdamW, or Adam if `adamw_mode=False`. It runs on the device on which the engine keeps the states.",
+        (_NARROW,),
     ),
-)
-FusedAdam = _stand(
-    "FusedAdam",
-    "AdamW, or Adam if `adam_w_mode=False`.",
-    _Row(_ADAMS, _adam, "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"),
-)
-DeepSpeedCPUAdagrad = _stand(
-    "DeepSpeedCPUAdagrad",
-    "torch's Adagrad.",
-    _Row(
-        (torch.optim.Adagrad,),
+    "FusedAdam": _Row(
+        _adam,
+        "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
+        "AdamW, or Adam if `adam_w_mode=False`.",
+    ),
+    "DeepSpeedCPUAdagrad": _Row(
         torch.optim.Adagrad,
         "model_params lr eps weight_decay amsgrad fp32_optimizer_states",
+        "torch's Adagrad.",
         (_NARROW, _Refused(("amsgrad",), "{name}(amsgrad=True): Adagrad has no AMSGrad variant; drop the argument")),
         {"lr": 1e-2, "eps": 1e-10},
     ),
-)
-DeepSpeedCPULion = _stand(
-    "DeepSpeedCPULion",
-    "Slipstream's Lion.",
-    _Row((optim.Lion,), optim.Lion, "model_params lr betas weight_decay fp32_optimizer_states", (_NARROW,)),
-)
-FusedLion = _stand("FusedLion", "Slipstream's Lion.", _Row((optim.Lion,), optim.Lion, "params lr betas weight_decay set_grad_none"))
-OnebitAdam = _stand(
-    "OnebitAdam",
-    "Slipstream's 1-bit Adam. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect: the engine's transport is used.",
-    _Row((optim.OneBitAdam,), optim.OneBitAdam, f"params deepspeed lr freeze_step {_COMMON} {_TAIL}", _ONE_BIT),
-)
-ZeroOneAdam = _stand(
-    "ZeroOneAdam",
-    "Slipstream's 0/1 Adam. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect, as for `OnebitAdam`.",
-    _Row(
-        (optim.ZeroOneAdam,),
+    "DeepSpeedCPULion": _Row(
+        optim.Lion, "model_params lr betas weight_decay fp32_optimizer_states", "Slipstream's Lion.", (_NARROW,)
+    ),
+    "FusedLion": _Row(optim.Lion, "params lr betas weight_decay set_grad_none", "Slipstream's Lion."),
+    "OnebitAdam": _Row(
+        optim.OneBitAdam, f"params deepspeed lr freeze_step {_COMMON} {_TAIL}", f"Slipstream's 1-bit Adam. {_IDLE}", _ONE_BIT
+    ),
+    "ZeroOneAdam": _Row(
         optim.ZeroOneAdam,
         f"params deepspeed lr {_COMMON} var_freeze_step var_update_scaler local_step_scaler local_step_clipper {_TAIL}",
+        f"Slipstream's 0/1 Adam. {_IDLE}",
         _ONE_BIT,
     ),
-)
-OnebitLamb = _stand(
-    "OnebitLamb",
-    "Slipstream's 1-bit LAMB. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect, as for `OnebitAdam`.",
-    _Row(
-        (optim.OneBitLamb,),
+    "OnebitLamb": _Row(
         optim.OneBitLamb,
         f"params deepspeed lr freeze_step {_COMMON} max_coeff min_coeff {_TAIL} coeff_beta factor_max factor_min factor_threshold",
+        f"Slipstream's 1-bit LAMB. {_IDLE}",
         _ONE_BIT,
     ),
-)
-FusedLamb = _stand(
-    "FusedLamb",
-    "Slipstream's LAMB.",
-    _Row(
-        (optim.Lamb,),
-        optim.Lamb,
-        f"params lr {_COMMON} max_coeff min_coeff amsgrad",
-        (
-            _Refused(
-                ("max_grad_norm", "amsgrad"),
-                "FusedLamb(max_grad_norm=, amsgrad=): set gradient_clipping in the config; LAMB has no AMSGrad",
-            ),
-        ),
-    ),
-)
+    "FusedLamb": _Row(optim.Lamb, f"params lr {_COMMON} max_coeff min_coeff amsgrad", "Slipstream's LAMB.", (_CLIPPED,)),
+}
+globals().update({name: _stand(name, row) for name, row in _ROWS.items()})

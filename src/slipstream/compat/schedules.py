@@ -85,17 +85,14 @@ _CYCLE: Mapping[str, Callable[[Any], Any]] = {
 _RANGE = {name: operator.attrgetter(f"lr_range_test_{name}") for name in ("min_lr", "step_size", "step_rate", "staircase")}
 
 
-def _get_lr_ratio(self: Any) -> float:
-    """Return the multiple of the optimizer's own rate at `last_batch_iteration`."""
-    return self.height(self.last_batch_iteration)
-
-
 LRRangeTest = _with_attributes(schedules.LRRangeTest, _RANGE)
 OneCycle = _with_attributes(schedules.OneCycle, _CYCLE, get_mom=_get_mom)
 WarmupLR = _with_attributes(schedules.WarmupLR, _WARMUP)
 WarmupDecayLR = _with_attributes(schedules.WarmupDecayLR, _WARMUP)
 WarmupCosineLR = _with_attributes(
-    schedules.WarmupCosineLR, {"org_lrs": lambda self: list(self.base_lrs)}, get_lr_ratio=_get_lr_ratio
+    schedules.WarmupCosineLR,
+    {"org_lrs": lambda self: list(self.base_lrs)},
+    get_lr_ratio=lambda self: self.height(self.last_batch_iteration),  # the multiple of the optimizer's own rate
 )
 _SERVED = {kind.__base__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 
@@ -149,12 +146,6 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
-def _override(schedule: str, args: Any, params: dict[str, Any]) -> None:
-    """Copy a schedule's arguments from the flags to `params`."""
-    values = {name: getattr(args, name, None) for name in _TUNING[schedule]}
-    params.update({name: value for name, value in values.items() if value is not None})
-
-
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
     """Return (the `scheduler` block described by the flags, None), or (None, the reason why there is none)."""
     name = getattr(args, "lr_schedule", None)
@@ -162,6 +153,5 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
         return None, "--lr_schedule not specified on command line"
     if name not in schedules.VALID:
         return None, f"{name} is not supported LR schedule"
-    params: dict[str, Any] = {}
-    _override(name if name in _TUNING else "WarmupLR", args, params)
-    return {"type": name, "params": params}, None
+    values = {flag: getattr(args, flag, None) for flag in _TUNING.get(name, _TUNING["WarmupLR"])}
+    return {"type": name, "params": {flag: value for flag, value in values.items() if value is not None}}, None

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from slipstream.activations.recompute import checkpoint
 from slipstream.activations.tiled import tiled_mlp
+from slipstream.compat.utils import getter
 from slipstream.parallel.exchange import Exchange, connect_activations, swap
 from slipstream.parallel.sequence import ulysses_attention
 from slipstream.parallel.transformers_sequence import SERVED, SequenceShares
 from slipstream.world.join import init_distributed, local_device
-from slipstream.world.mesh import Axis, nearest_divisor
+from slipstream.world.mesh import Axis, build_mesh, nearest_divisor
 from slipstream.world.watch import Watch
 
 
@@ -33,28 +34,11 @@ class SequenceGroups:
             raise ValueError(
                 f"sequence_parallel_size ({size}) does not divide the number of ranks ({world}); use {nearest_divisor(world, size)}"
             )
-        self.size, self.rank = size, dist.get_rank() if dist.is_initialized() else 0
-        lines = [[start + i for start in range(0, world, size)] for i in range(size)]
-        self._sequence: Any = dist.new_subgroups(size)[0] if size > 1 else None
-        self._data: Any = dist.new_subgroups_by_enumeration(lines)[0] if world > size else None
+        self.mesh = build_mesh(sp=size)
 
-    def get_sequence_parallel_group(self) -> Any:
-        return self._sequence
-
-    def get_sequence_parallel_rank(self) -> int:
-        return self.rank % self.size
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self.size
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
-
-    def get_data_parallel_rank(self) -> int:
-        return self.rank // self.size
-
-    def get_data_parallel_world_size(self) -> int:
-        return (dist.get_world_size() if dist.is_initialized() else 1) // self.size
+    get_sequence_parallel_group, get_data_parallel_group = getter("mesh.sp.group"), getter("mesh.batch.group")
+    get_sequence_parallel_rank, get_data_parallel_rank = getter("mesh.sp.index"), getter("mesh.batch.index")
+    get_sequence_parallel_world_size, get_data_parallel_world_size = getter("mesh.sp.size"), getter("mesh.batch.size")
 
 
 class UlyssesSPAttentionHF:
@@ -283,7 +267,9 @@ class TiledFusedLogitsLoss:
         """Return the "mean" or "sum" of the losses of `shards` parts of all tokens: fn(module, x, y[, mask]), x [tokens, h]."""
         if x.shape[:2] != y.shape[:2] or (mask is not None and mask.shape[:2] != y.shape[:2]):
             raise ValueError(f"x {tuple(x.shape)}, y {tuple(y.shape)} and the mask must have the same sequences and tokens")
-        flat = [x.flatten(0, 1), y.flatten(0, 1), *([] if mask is None else [mask.flatten(0, 1)])]
-        parts = zip(*(each.tensor_split(shards) for each in flat), strict=True)
-        losses = torch.stack([checkpoint(lambda *part: fn(module, *part), *part) for part in parts])
-        return {"mean": losses.mean, "sum": losses.sum}[output_reduction]()
+        flat = {name: each.flatten(0, 1)[None] for name, each in (("x", x), ("y", y), ("mask", mask)) if each is not None}
+
+        def loss(**parts: Tensor) -> Tensor:
+            return fn(module, *(part[0] for part in parts.values()))
+
+        return sequence_tiled_compute(loss, flat["x"].shape[1], shards, flat, {}, output_reduction=output_reduction)

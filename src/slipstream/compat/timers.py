@@ -118,9 +118,6 @@ class SynchronizedWallClockTimer:
 SynchronizedWallClockTimer.Timer = Timer  # type: ignore[attr-defined]  # DeepSpeed's place of the class
 
 
-_MARKS = 100  # micro-batches whose times may still be on the device
-
-
 class ThroughputTimer:
     """Samples per second, of the time between `start` and `stop` only; the first `start_step` steps do not count."""
 
@@ -143,18 +140,17 @@ class ThroughputTimer:
         self.total_elapsed_time = 0.0
         self.started = False
         self._since: Any = 0.0
-        self._marks: list[tuple[Any, Any]] = []  # of micro-batches that are not in `total_elapsed_time` yet
-        self._step: list[tuple[Any, Any]] = []  # of this step's micro-batches
+        self._last: list[tuple[Any, Any]] = []  # of the last step's micro-batches; its time is not in `total_elapsed_time` yet
+        self._step: list[tuple[Any, Any]] = []  # of this step's
 
     def update_epoch_count(self) -> None:
         self.epoch_count += 1
         self.micro_step_count = 0
 
-    def _settle(self, keep: int = 0) -> None:
-        """Add up what was measured, but for the last `keep` micro-batches. Waits for the device to reach them."""
-        until = len(self._marks) - keep
-        self.total_elapsed_time += sum(clock.between(*marks) for marks in self._marks[:until])
-        del self._marks[:until]
+    def _settle(self) -> None:
+        """Add the last step's time. Waits for the device to reach its end."""
+        self.total_elapsed_time += sum(clock.between(*marks) for marks in self._last)
+        self._last = []
 
     def start(self) -> None:
         if self.enabled and not self.started:
@@ -167,13 +163,12 @@ class ThroughputTimer:
         self.micro_step_count += 1
         if self.global_step_count >= self.start_step:
             self._step.append((self._since, clock.mark(self.device)))
-            self._marks.append(self._step[-1])
-            if len(self._marks) > 2 * _MARKS:
-                self._settle(keep=_MARKS)  # the device is past the others
         if not global_step:
             return
+        self._settle()
         self.global_step_count += 1
-        every, step, self._step = self.steps_per_output, self._step, []
+        every, step = self.steps_per_output, self._step
+        self._last, self._step = step, []
         if report_speed and step and every is not None and self.global_step_count % every == 0:
             device, step_time = get_accelerator(), sum(clock.between(*marks) for marks in step)
             self.logging(

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from slipstream.zero.wrap import is_leaf
 
 logger = logging.getLogger("slipstream")  # the parent of all of Slipstream's loggers
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+
+
+def getter(path: str) -> Callable[[Any], Any]:
+    """A method that returns an attribute of its object: DeepSpeed's classes have methods for many values."""
+    return lambda self: attrgetter(path)(self)
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

@@ -132,7 +132,13 @@ class HeldParameter(nn.Parameter):
             if func == _DATA.__set__ and isinstance(args[1], _StandIn):
                 return _convert(target, args[1].dtype)
             if _is_write(func):
-                return _write(target, func, args, kwargs)
+                if not Init.is_open():
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(target.shape)} was sharded by zero.Init and cannot be written here; write it "
+                        f"inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
+                    )
+                _compute(func, args, kwargs)
+                return target
         if Init.is_open() and (name not in _FACTS or func in _TRANSPOSED):
             return _compute(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -213,16 +219,6 @@ def _convert(param: Any, dtype: torch.dtype) -> None:
         param.ds_tensor = param.ds_tensor.to(dtype)
         param.__class__ = nn.Parameter
         _hide(param, dtype)
-
-
-def _write(param: HeldParameter, func: Any, args: Any, kwargs: Mapping[str, Any]) -> HeldParameter:
-    if not Init.is_open():
-        raise RuntimeError(
-            f"a parameter of shape {tuple(param.shape)} was sharded by zero.Init and cannot be written here; write it inside "
-            f"`with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
-        )
-    _compute(func, args, kwargs)
-    return param
 
 
 def is_held(param: Any) -> bool:
@@ -372,7 +368,9 @@ class GatheredParameters:
             params = [params]
         chosen = {id(param): param for param in params if param is not None} if enabled else {}
         self.held_params: list[Any] = sorted((param for param in chosen.values() if is_held(param)), key=lambda param: param.ds_id)
-        self.engine_params = [param for param in chosen.values() if isinstance(param, nn.Parameter) and not is_held(param)]
+        self.engine_params: list[Any] = [
+            param for param in chosen.values() if isinstance(param, nn.Parameter) and not is_held(param)
+        ]
         self.modifier_rank = modifier_rank
         self._read: list[_GatheredRead] = []
         self._stack = ExitStack()
@@ -386,7 +384,9 @@ class GatheredParameters:
         if self.modifier_rank is None and not Init.is_open():
             self._read = [_GatheredRead(param, None, 0) for param in self.held_params]
         if chosen := access.units_of(self.engine_params):
-            self._stack.enter_context(_as_available([unit.params[i] for unit, indices in chosen.items() for i in indices]))
+            for param in (param for param in self.engine_params if hasattr(param, "ds_status")):
+                self._stack.callback(setattr, param, "ds_status", param.ds_status)
+                param.ds_status = ZeroParamStatus.AVAILABLE
             self._gather_units(chosen)
 
     def _gather_units(self, chosen: dict[Unit, list[int]]) -> None:
@@ -480,19 +480,6 @@ def _is_computing(unit: Unit) -> bool:
     functions save the parameter itself, with its `ds_` attributes (TRL's losses)."""
     gathered = unit.placement.weights and unit.state is State.GATHERED
     return gathered and any(engine.states.hooks.phase is not Phase.IDLE for engine in _engines if unit in engine.units)
-
-
-@contextmanager
-def _as_available(params: Sequence[Any]) -> Iterator[None]:
-    marked = [param for param in params if hasattr(param, "ds_status")]
-    before = [param.ds_status for param in marked]
-    for param in marked:
-        param.ds_status = ZeroParamStatus.AVAILABLE
-    try:
-        yield
-    finally:
-        for param, status in zip(marked, before, strict=True):
-            param.ds_status = status
 
 
 @contextmanager
@@ -652,9 +639,11 @@ def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
         for leaf in filter(z3_leaf_module, engine.module.modules()):
             for inner in leaf.parameters():
                 vars(inner).setdefault("ds_z3_leaf_module", leaf)
-        _guard_save_pretrained(engine.module)
-        _show_released(engine.module)
-        engine.module.cpu = partial(_to_cpu, engine.module)
+        wrapped: dict[str, Callable[..., Any]] = {"save_pretrained": _save_state, "state_dict": _state_dict, "cpu": _to_cpu}
+        for method, around in wrapped.items():
+            own = getattr(engine.module, method, None)
+            if own is not None and getattr(own, "func", None) is not around:
+                setattr(engine.module, method, partial(around, own))  # deepcopy rebinds a partial, as it does no closure
     if sharded and engine.optimizer is not None:
         engine.optimizer.parameter_offload = ParameterOffload(engine.module)
 
@@ -689,26 +678,10 @@ def remove_attributes(params: Iterable[nn.Parameter], keep: Iterable[nn.Paramete
             vars(param).pop(name, None)
 
 
-def _guard_save_pretrained(module: Any) -> None:
-    """Make `save_pretrained` a no-op on ranks that pass no state. accelerate's recipe passes the full state on rank 0 and, on the
-    others, None with `is_main_process=False`. There it would read sharded parameters and write nothing."""
-    save: Any = getattr(module, "save_pretrained", None)
-    if save is not None and getattr(save, "func", None) is not _save_state:
-        module.save_pretrained = partial(_save_state, save)  # deepcopy rebinds a partial, but not a closure, to the copied model
-
-
-def _show_released(module: Any) -> None:
-    """Let `module.state_dict()` have released parameters as they are: scripts look for names and shapes, and reads of values raise.
-
-    In DeepSpeed they are empty tensors there.
-    """
-    if getattr(module.state_dict, "func", None) is not _state_dict:
-        module.state_dict = partial(_state_dict, module.state_dict)  # a partial, as for save_pretrained
-
-
-def _to_cpu(module: nn.Module) -> nn.Module:
+def _to_cpu(cpu: Any) -> nn.Module:
     """`module.cpu()`, which Lightning calls after training: parameters of an engine stay where it has them."""
-    return module if any(map(is_zero_param, module.parameters())) else type(module).cpu(module)
+    module: nn.Module = cpu.__self__
+    return module if any(map(is_zero_param, module.parameters())) else cpu()
 
 
 def _partition_numel(param: Any) -> int:
@@ -716,6 +689,8 @@ def _partition_numel(param: Any) -> int:
 
 
 def _state_dict(state_dict: Callable[..., Any], *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
+    """`module.state_dict()` with released parameters as they are: scripts look for names and shapes, and reads of values raise. In
+    DeepSpeed they are empty tensors there."""
     keep_vars = keep_vars or (len(args) > 2 and bool(args[2]))  # torch's old form: destination, prefix, keep_vars
     state = state_dict(*args[:2], keep_vars=True, **kwargs)
     if not keep_vars:
@@ -729,6 +704,8 @@ def _state_dict(state_dict: Callable[..., Any], *args: Any, keep_vars: bool = Fa
 
 
 def _save_state(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`save_pretrained`, a no-op on ranks that pass no state: accelerate passes the full state on rank 0 and, elsewhere, None with
+    `is_main_process=False`. There it would read sharded parameters and write nothing."""
     if kwargs.get("is_main_process", True) or kwargs.get("state_dict") is not None:
         return save(*args, **kwargs)
     return None
