@@ -68,9 +68,8 @@ def split_half_float_double_sparse(tensors: Sequence[Tensor | SparseTensor]) -> 
     def buckets(chosen: list[Any]) -> Buckets:
         return [(dtype, [each for each in chosen if each.dtype is dtype]) for dtype in dict.fromkeys(each.dtype for each in chosen)]
 
-    is_sparse = [isinstance(tensor, SparseTensor) for tensor in tensors]
-    sparse = [tensor for tensor, chosen in zip(tensors, is_sparse, strict=True) if chosen]
-    return buckets(sparse), buckets([tensor for tensor, chosen in zip(tensors, is_sparse, strict=True) if not chosen])
+    dense = [tensor for tensor in tensors if not isinstance(tensor, SparseTensor)]
+    return buckets([tensor for tensor in tensors if isinstance(tensor, SparseTensor)]), buckets(dense)
 
 
 # -- the engine's methods --
