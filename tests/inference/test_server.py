@@ -901,6 +901,27 @@ def test_targets_reach_the_engine_and_are_numbers_of_seconds(engine: FakeEngine,
                 assert (reply.status, json.loads(reply.body)["error"]["param"]) == (400, name), (path, wrong)
 
 
+def test_an_adapter_that_loads_for_long_stops_nobody_and_a_refused_one_is_not_loaded(tmp_path: Path) -> None:
+    engine, go, loaded = FakeEngine(), threading.Event(), list[str]()
+
+    def load(name: str, folder: Path, *, replace: bool) -> None:
+        go.wait(30)
+        loaded.append(name)
+
+    engine.load_adapter = load  # type: ignore[method-assign, assignment]
+    body = {"lora_path": "."}
+    with serving(engine, lora_root=str(tmp_path), strict_fields=True) as address, ThreadPoolExecutor(4) as clients:
+        path = "/v1/load_lora_adapter"
+        loads = [clients.submit(call, address, "POST", path, json.dumps({**body, "lora_name": name})) for name in "abc"]
+        until(lambda: active(address) == 3)
+        refused = call(address, "POST", path, json.dumps({**body, "lora_name": "refused", "unknown": 1}))
+        assert (refused.status, refused.error["param"]) == (400, "unknown")
+        assert post(address).status == 200 and not loaded
+        go.set()
+        assert [json.loads(load.result().body)["id"] for load in loads] == ["a", "b", "c"]
+    assert sorted(loaded) == ["a", "b", "c"]
+
+
 def test_priority_is_for_keys_that_may(engine: FakeEngine) -> None:
     with serving(engine, api_keys=["low"], priority_keys=["high"]) as address:
         for key, priority in (("high", -5), ("low", 0)):

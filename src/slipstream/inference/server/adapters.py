@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
 
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from slipstream.inference.server.bodies import DeletedBody, ModelBody
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.requests import Fields
-from slipstream.inference.server.state import Serving, adapter_of, body_of
+from slipstream.inference.server.gate import JSON
+from slipstream.inference.server.requests import Fields, RequestT
+from slipstream.inference.server.state import Front, Serving, adapter_of, body_of
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class LoadAdapterRequest(Fields):
-    changes_adapters = True
-
     lora_name: Name
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool | None = None  # replaces a loaded one of that name
 
 
 class UnloadAdapterRequest(Fields):
-    changes_adapters = True
-
     lora_name: Name
 
 
-def load(server: Serving, given: LoadAdapterRequest) -> ModelBody:
+def _load(server: Serving, given: LoadAdapterRequest) -> ModelBody:
     root = server.front.adapter_root()
     try:
         folder = (root / given.lora_path).resolve()
@@ -46,9 +47,24 @@ def load(server: Serving, given: LoadAdapterRequest) -> ModelBody:
     return adapter_of(body_of(server.engine, int(time.time())), given.lora_name)
 
 
-def unload(server: Serving, given: UnloadAdapterRequest) -> DeletedBody:
+def _unload(server: Serving, given: UnloadAdapterRequest) -> DeletedBody:
     try:
         server.engine.unload_adapter(given.lora_name)
     except ValueError as error:
         raise RequestError(str(error), status=404, param="lora_name", code="model_not_found") from None
     return {"id": given.lora_name, "object": "model", "deleted": True}
+
+
+async def _changed(kind: type[RequestT], change: Callable[[Serving, RequestT], Any], front: Front, request: Request) -> Response:
+    """What `change` returns, unless the operator allows none."""
+    front.adapter_root()
+
+    def prepare(server: Serving, body: bytes) -> tuple[RequestT, Callable[[], Response]]:
+        given = server.parsed(kind, body)
+        return given, lambda: JSON(change(server, given))
+
+    return await front.compute(request, prepare)
+
+
+load = partial(_changed, LoadAdapterRequest, _load)
+unload = partial(_changed, UnloadAdapterRequest, _unload)

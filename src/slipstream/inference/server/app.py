@@ -49,24 +49,21 @@ from slipstream.inference.server.state import Front, Prepared
 from slipstream.inference.wire import BEAT, SILENCE
 
 Route = Callable[[Front, Request], Awaitable[Response]]
-# Routes with a body: path, function, its request and its response. A generation is prepared (`Front.answer`) ...
+# Routes with a body: path, function, its request and its response. A generation is prepared (`Front.answer`).
 _ANSWERED: tuple[tuple[str, Callable[..., Prepared], type[Fields], Any], ...] = (
     ("/v1/completions", completions.prepare, completions.CompletionRequest, CompletionBody),
     ("/v1/chat/completions", chat.prepare, chat.ChatRequest, ChatBody),
     ("/v1/responses", responses.prepare, responses.ResponsesRequest, ResponsesBody),
-)
-_COMPUTED: tuple[tuple[str, Callable[..., Any], type[Fields], Any], ...] = (  # ... and a short response computed (`Front.respond`)
-    ("/v1/load_lora_adapter", adapters.load, adapters.LoadAdapterRequest, ModelBody),
-    ("/v1/unload_lora_adapter", adapters.unload, adapters.UnloadAdapterRequest, DeletedBody),
-    ("/tokenize", tokens.tokenize, tokens.TokenizeRequest, TokensBody),
-    ("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, TextBody),
 )
 _POSTED: tuple[tuple[str, Route, type[Fields], Any], ...] = (
     *((path, partial(Front.answer, kind=kind, prepare=prepare), kind, body) for path, prepare, kind, body in _ANSWERED),
     ("/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingRequest, EmbeddingsBody),
     *((path, embeddings.rerank, embeddings.RerankRequest, RerankBody) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     *((path, embeddings.score, embeddings.ScoreRequest, ScoreBody) for path in ("/v1/score", "/score")),
-    *((path, partial(Front.respond, kind=kind, compute=compute), kind, body) for path, compute, kind, body in _COMPUTED),
+    ("/v1/load_lora_adapter", adapters.load, adapters.LoadAdapterRequest, ModelBody),
+    ("/v1/unload_lora_adapter", adapters.unload, adapters.UnloadAdapterRequest, DeletedBody),
+    ("/tokenize", tokens.tokenize, tokens.TokenizeRequest, TokensBody),
+    ("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, TextBody),
 )
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST"),

@@ -20,7 +20,7 @@ from slipstream.inference.engine import ClosedError
 from slipstream.inference.server.bodies import EmbeddingsBody, InputUsage, OneEmbedding, OneRank, OneScore, RerankBody, ScoreBody
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
-from slipstream.inference.server.requests import LABELS, Fields, TokenId, explained, without_effect, wrong
+from slipstream.inference.server.requests import LABELS, Fields, TokenId, explained, wrong
 from slipstream.inference.server.router import Router
 from slipstream.inference.server.state import Front, Serving
 
@@ -88,7 +88,7 @@ async def _answer(
     """`compute(engine, the request, whether texts are cut)`, with its ValueErrors as those of the fields `params`: of all texts, or
     of the first and the second of a pair."""
 
-    def checked(server: Serving, body: bytes) -> tuple[Embedder, Kind, bool]:
+    def prepare(server: Serving, body: bytes) -> tuple[Kind, Callable[[], Response]]:
         given, engine = server.parsed(kind, body), server.engine
         if not isinstance(engine, Embedder) or not engine.embeds:
             raise RequestError(f"{engine.model_name} generates text; serve an encoder for vectors", code="unsupported_model")
@@ -96,19 +96,14 @@ async def _answer(
         if cut is not None and cut not in (-1, engine.max_context):
             message = f"truncate_prompt_tokens is {cut}; texts are cut to the model's {engine.max_context} tokens (or -1) only"
             raise RequestError(message, param="truncate_prompt_tokens")
-        return engine, given, cut is not None
+        return given, partial(compute, engine, given, cut is not None)
 
-    async with front.received(request, checked) as (engine, given, cut):
-        ignored = without_effect(given)
-        front.refuse(ignored, ignored)
-        try:
-            response = await front.bodies.compute(lambda: compute(engine, given, cut), request.state.tenant)
-        except ValueError as error:
-            raise RequestError(str(error), param=params[str(error).startswith("text 2 of")]) from None
-        except ClosedError as error:
-            raise RequestError(str(error), status=503, code="unavailable", retry_after=5) from None
-    response.raw_headers += front.headers(ignored)
-    return response
+    try:
+        return await front.compute(request, prepare)
+    except ValueError as error:
+        raise RequestError(str(error), param=params[str(error).startswith("text 2 of")]) from None
+    except ClosedError as error:
+        raise RequestError(str(error), status=503, code="unavailable", retry_after=5) from None
 
 
 def _embeddings(engine: Embedder, given: EmbeddingRequest, cut: bool) -> Response:

@@ -3,9 +3,9 @@
 [Note: Requests do not stall streams] No request may stall the streams of other clients. Sizes are therefore checked before any
 processing: bytes of a body and of all bodies, messages of a chat, characters of a text. Expensive work that holds the GIL (parsing,
 templates) runs in a few threads, and one long body at a time, so that the event loop and the engine's thread compete with a few
-threads at most; tokenization releases the GIL. What then waits for a model's vectors has threads of its own, many of them, for
-their texts share forwards. The exception is one call of the JSON parser, which holds the GIL for up to 0.03 s
-per MB.
+threads at most; tokenization releases the GIL. What then waits for an adapter, or a model's vectors, has threads of its own, many
+of them, for texts of several requests share forwards. The exception is one call of the JSON parser, which holds the GIL for up to
+0.03 s per MB.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.inference.server.errors import RequestError
 
 SHORT = 64 << 10  # bytes; a body up to this size is always accepted
 THREADS = 2  # for short bodies
-VECTORS = 32  # requests of a tenant that wait for vectors at the same time, each in a thread
+VECTORS = 32  # requests of a tenant that wait for vectors (or adapters) at the same time, each in a thread
 TENANTS = 8  # that may do so
 BODIES = 16  # bodies of maximum size that may be in flight
 

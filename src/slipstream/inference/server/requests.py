@@ -84,7 +84,6 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     labels: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # fields without an effect, and their values that ask for nothing
-    changes_adapters: ClassVar[bool] = False  # which a server allows by --lora-root
 
     def ignored(self, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
         """The places of all fields that have no effect."""

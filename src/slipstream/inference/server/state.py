@@ -114,8 +114,6 @@ class Front:
     async def respond(self, request: Request, kind: type[RequestT], compute: Callable[[Serving, RequestT], Any]) -> Response:
         """Receive the body and return what `compute` makes of it. Its fields without effect are all unknown ones or labels. Raises
         RequestError as `refuse` does."""
-        if kind.changes_adapters:
-            self.adapter_root()
 
         def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
             given = server.parsed(kind, body)
@@ -123,6 +121,18 @@ class Front:
 
         response, ignored = await self.receive(request, make)
         self.refuse(ignored, ignored)
+        response.raw_headers += self.headers(ignored)
+        return response
+
+    async def compute(
+        self, request: Request, prepare: Callable[[Serving, bytes], tuple[RequestT, Callable[[], Response]]]
+    ) -> Response:
+        """Receive the body, of which `prepare` makes the request and what makes the response: that may take long, and runs in a
+        thread that no body needs. Raises RequestError as `refuse` does."""
+        async with self.received(request, prepare) as (given, make):
+            ignored = without_effect(given)
+            self.refuse(ignored, ignored)
+            response = await self.bodies.compute(make, request.state.tenant)
         response.raw_headers += self.headers(ignored)
         return response
 

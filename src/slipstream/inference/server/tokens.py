@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -10,7 +11,7 @@ from slipstream.inference.server.bodies import TextBody, TokensBody
 from slipstream.inference.server.chat import Message, Tool, templated
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.requests import MAX_MESSAGES, Fields, TokenId, wrong
-from slipstream.inference.server.state import Serving
+from slipstream.inference.server.state import Front, Serving
 from slipstream.inference.text import TooLongError
 
 MAX_TOKENS = 131_072  # of one request: the JSON of its response holds the interpreter for milliseconds
@@ -37,7 +38,7 @@ class DetokenizeRequest(Fields):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
 
 
-def tokenize(server: Serving, given: TokenizeRequest) -> TokensBody:
+def _tokenize(server: Serving, given: TokenizeRequest) -> TokensBody:
     if given.messages is None:
         text, special = given.prompt or "", given.add_special_tokens is not False
     else:
@@ -54,8 +55,12 @@ def tokenize(server: Serving, given: TokenizeRequest) -> TokensBody:
     return {"count": len(ids), "max_model_len": server.engine.max_context, "tokens": ids, "token_strs": texts}
 
 
-def detokenize(server: Serving, given: DetokenizeRequest) -> TextBody:
+def _detokenize(server: Serving, given: DetokenizeRequest) -> TextBody:
     size = server.tokenizer.vocab_size
     if (unknown := next((token for token in given.tokens if token >= size), None)) is not None:
         raise RequestError(f"token {unknown} is not in the vocabulary, whose last is {size - 1}", param="tokens")
     return {"prompt": server.tokenizer.decode(given.tokens, skip_special=False)}
+
+
+tokenize = partial(Front.respond, kind=TokenizeRequest, compute=_tokenize)
+detokenize = partial(Front.respond, kind=DetokenizeRequest, compute=_detokenize)
