@@ -154,25 +154,6 @@ def lengths_of(metrics_path: str | None, count: int) -> NDArray[np.int64] | None
     return lengths
 
 
-def microbatches_of(
-    config: Mapping[str, Any], dataset: Any, lengths: Any, effective_batch_size: int, collate_fn: Any, seed: int, **options: Any
-) -> Microbatches:
-    """The micro-batches that the config's block says. options: `pad`, `filter_ids`, and `same_size`."""
-    batches = batch_by_seqlens(
-        lengths,
-        config["max_tokens"],
-        options.get("filter_ids"),
-        config["min_batch_size"],
-        config["max_batch_size"],
-        config["sequence_picking_order"],
-        effective_batch_size,
-        bool(options.get("same_size")),
-        config["verbose"],
-        seed,
-    )
-    return Microbatches(dataset, batches, collate_fn, options.get("pad"))
-
-
 class VariableBatchSizeLR:
     """A schedule whose rates are those of another one, scaled to the batch that comes next.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slipstream.config.plan import Plan
-from slipstream.data.batching import Microbatches, VariableBatchSizeLR, lengths_of, microbatches_of
+from slipstream.data.batching import Microbatches, VariableBatchSizeLR, batch_by_seqlens, lengths_of
 from slipstream.data.sampler import CurriculumLoader
 from slipstream.train.data import StatefulLoader
 from slipstream.world.mesh import Mesh
@@ -43,9 +43,11 @@ def build_loader(plan: Plan, dataset: Any, mesh: Mesh, device: torch.device, col
     return StatefulLoader(dataset, **{**common, "seed": plan.seed}, window=window)
 
 
-def batches_by_tokens(plan: Plan, dataset: Any, collate_fn: Any, lengths: Any = None, **options: Any) -> Microbatches:
-    """The micro-batches of the plan's `dynamic_batching`. lengths: tokens of each sample; None: those in metrics_path. Raises
-    ValueError without either, or if the block is off."""
+def batches_by_tokens(
+    plan: Plan, dataset: Any, collate_fn: Any, lengths: Any = None, filter_ids: Any = None, pad: Any = None
+) -> Microbatches:
+    """The micro-batches of the plan's `dynamic_batching`. lengths: tokens of each sample; None: those in metrics_path. filter_ids:
+    the samples to use; None: all. pad: of `Microbatches`, for pipelines. Raises ValueError without lengths, or if it is off."""
     config = (plan.efficiency or {}).get("dynamic_batching")
     if config is None or plan.efficiency is None:
         raise ValueError(f"{_BY_TOKENS} is off: set its enabled, and those of data_sampling and data_efficiency")
@@ -57,12 +59,20 @@ def batches_by_tokens(plan: Plan, dataset: Any, collate_fn: Any, lengths: Any = 
             "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"
         )
     same = plan.mesh.pp > 1
-    if same and options.get("pad") is None:
+    if same and pad is None:
         raise ValueError(
             f"{_BY_TOKENS}: a pipeline's micro-batches need one shape: pass sample_padding_fn=, called with sample and length"
         )
-    options = {**options, "same_size": same, "pad": options.get("pad") if same else None}
-    return microbatches_of(config, dataset, lengths, plan.batch.train_batch_size, collate_fn, plan.efficiency["seed"], **options)
+    names = ("max_tokens", "min_batch_size", "max_batch_size", "sequence_picking_order", "verbose")
+    batches = batch_by_seqlens(
+        lengths,
+        sequence_ids_per_mb=filter_ids,
+        effective_batch_size=plan.batch.train_batch_size,
+        required_microbatches_of_same_size=same,
+        seed=plan.efficiency["seed"],
+        **{name: config[name] for name in names},
+    )
+    return Microbatches(dataset, batches, collate_fn, pad if same else None)
 
 
 def scaled_schedule(plan: Plan, loader: Any, scheduler: Any, optimizer: Any) -> Any:
@@ -112,8 +122,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
             save_path=path,
             collate_fn=dataloader_collate_fn,
         ).run_map_reduce()
-    options = {"filter_ids": dataset_filter_ids, "pad": sample_padding_fn}
-    batches = batches_by_tokens(plan, dataset, dataloader_collate_fn, dataset_seqlens, **options)
+    batches = batches_by_tokens(plan, dataset, dataloader_collate_fn, dataset_seqlens, dataset_filter_ids, sample_padding_fn)
     loader = build_loader(plan, batches, engine.mesh, engine.device)
     scheduler = scaled_schedule(plan, loader, engine.lr_scheduler, engine.optimizer)
     return loader, scheduler, {"dataset": batches, "batch_size": loader.batch_size, "num_local_io_workers": loader.num_workers}
