@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,9 +29,7 @@ class ReportRow(NamedTuple):
     note: str = ""
 
 
-class ReportSection(NamedTuple):
-    title: str
-    rows: tuple[ReportRow, ...]
+Sections = Mapping[str, Sequence[ReportRow]]  # by their titles
 
 
 def _size(nbytes: int | None) -> str:
@@ -45,7 +43,7 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _versions() -> ReportSection:
+def _versions() -> list[ReportRow]:
     import torch
 
     import slipstream
@@ -60,7 +58,7 @@ def _versions() -> ReportSection:
     rows.append(ReportRow("CUDA of torch", torch.version.cuda or "none"))
     if torch.version.hip:
         rows.append(ReportRow("HIP of torch", torch.version.hip))
-    return ReportSection("versions", tuple(rows))
+    return rows
 
 
 def _processor() -> str:
@@ -72,7 +70,7 @@ def _processor() -> str:
     return match[1] if match else platform.machine()
 
 
-def _devices() -> ReportSection:
+def _devices() -> list[ReportRow]:
     import torch
 
     flags = cpu_flags()
@@ -86,7 +84,7 @@ def _devices() -> ReportSection:
         rows.append(ReportRow(f"CUDA {index}", device.name, f"{_size(device.total_memory)}, {capability}"))
     if torch.cuda.device_count() == 0:
         rows.append(ReportRow("CUDA", "no device", _why_no_cuda(torch.version.cuda)))
-    return ReportSection("devices", tuple(rows))
+    return rows
 
 
 def _why_no_cuda(built_with: str | None) -> str:
@@ -97,19 +95,18 @@ def _why_no_cuda(built_with: str | None) -> str:
     return "the driver shows none" if Path("/proc/driver/nvidia").exists() else "no NVIDIA driver"
 
 
-def _backends() -> ReportSection:
+def _backends() -> list[ReportRow]:
     import torch
     import torch.distributed as dist
 
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
     mpi = dist.is_mpi_available()
-    rows = (
+    return [
         ReportRow("gloo", _yes(dist.is_gloo_available()), "CPU ranks, and GPU ranks that share a device"),
         ReportRow("nccl", _yes(dist.is_nccl_available()), nccl or "GPU ranks; needs a CUDA build of torch"),
         ReportRow("mpi", _yes(mpi), "" if mpi else "not needed: mpirun works with gloo and nccl"),
         _shared_memory(),
-    )
-    return ReportSection("backends", rows)
+    ]
 
 
 def _yes(present: bool) -> str:
@@ -132,25 +129,24 @@ def _shared_memory() -> ReportRow:
     return ReportRow(name, "no", f"another process cannot open it ({error}); ranks of one host talk over gloo")
 
 
-def _kernels() -> ReportSection:
+def _kernels() -> list[ReportRow]:
     from slipstream import ops
 
-    return ReportSection("kernels", tuple(ReportRow(op.name, op.implementation, op.reason) for op in ops.report()))
+    return [ReportRow(op.name, op.implementation, op.reason) for op in ops.report()]
 
 
-def _memory() -> ReportSection:
+def _memory() -> list[ReportRow]:
     pressure = read_pressure()
     shm, kills = pressure.shm, pressure.cgroup_kills
     free = f"{_size(shm[2])} free; data loader workers use it, Slipstream does not" if shm else "data loader workers need it"
-    rows = (
+    return [
         ReportRow("memory", _size(memory_total()), "of the control group" if pressure.limit else "of the host"),
         ReportRow("/dev/shm", _size(shm[0]) if shm else "none", free),
         ReportRow("out-of-memory kills", "unknown" if kills is None else str(kills), "in this control group"),
-    )
-    return ReportSection("memory", rows)
+    ]
 
 
-def _limits() -> ReportSection:
+def _limits() -> list[ReportRow]:
     import resource
 
     def shown(value: int, nbytes: bool) -> str:
@@ -168,29 +164,29 @@ def _limits() -> ReportSection:
         soft, hard = resource.getrlimit(kind)
         raised = f"may be raised to {shown(hard, nbytes)}" if soft != hard else ""
         rows.append(ReportRow(name, shown(soft, nbytes), "; ".join(filter(None, (raised, note)))))
-    return ReportSection("limits", tuple(rows))
+    return rows
 
 
-def collect() -> tuple[ReportSection, ...]:
-    return (_versions(), _devices(), _backends(), _kernels(), _memory(), _limits())
+def collect() -> Sections:
+    sections = (_versions, _devices, _backends, _kernels, _memory, _limits)
+    return {section.__name__.removeprefix("_"): section() for section in sections}
 
 
-def as_text(sections: Sequence[ReportSection]) -> str:
-    rows = [row for section in sections for row in section.rows]
-    names, values = (max(len(row[column]) for row in rows) for column in range(2))
+def as_text(sections: Sections) -> str:
+    names, values = (max(len(row[column]) for rows in sections.values() for row in rows) for column in range(2))
     lines: list[str] = []
-    for section in sections:
-        lines += ["", section.title] if lines else [section.title]
-        lines += [f"  {row.name:<{names}}  {row.value:<{values}}  {row.note}".rstrip() for row in section.rows]
+    for title, rows in sections.items():
+        lines += ["", title] if lines else [title]
+        lines += [f"  {row.name:<{names}}  {row.value:<{values}}  {row.note}".rstrip() for row in rows]
     return "\n".join(lines) + "\n"
 
 
-def as_json(sections: Sequence[ReportSection]) -> str:
-    document = {section.title: {row.name: {"value": row.value, "note": row.note} for row in section.rows} for section in sections}
+def as_json(sections: Sections) -> str:
+    document = {title: {row.name: {"value": row.value, "note": row.note} for row in rows} for title, rows in sections.items()}
     return json.dumps(document, indent=2) + "\n"
 
 
-def _show_table(sections: Sequence[ReportSection]) -> None:
+def _show_table(sections: Sections) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -198,9 +194,9 @@ def _show_table(sections: Sequence[ReportSection]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for style in ("bold", "", "dim"):
         table.add_column(style=style, overflow="fold")
-    for section in sections:
-        table.add_row(Text(section.title, style="bold cyan"))
-        for row in section.rows:
+    for title, rows in sections.items():
+        table.add_row(Text(title, style="bold cyan"))
+        for row in rows:
             table.add_row(Text(f"  {row.name}"), Text(row.value), Text(row.note))
         table.add_section()
     Console().print(table)
