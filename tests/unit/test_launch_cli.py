@@ -306,6 +306,8 @@ def test_refused_with_hosts() -> None:
         ("serve smollm2 --lora-root /nowhere", "slipstream serve: --lora-root is '/nowhere', but there is no such folder"),
         ("serve smollm2 --host 192.0.2.1", "slipstream serve: cannot listen on 192.0.2.1, port 8000: Cannot assign"),
         ("plan --ranks 8 --bandwidth 0 --model tests.toy:Lm", "slipstream plan: --bandwidth '0' is not a number above 0"),
+        ("plan x.json --ranks 8 --model tests.toy:Lm", "slipstream plan: the config has no effect with --ranks: leave it out"),
+        ("plan x.json --draw svg", "slipstream plan: --draw has no effect without --ranks: leave it out"),
         ("plan /no/such.json", "slipstream plan: no config file at '/no/such.json'"),
         ("", "slipstream: the following arguments are required: command"),
     ],

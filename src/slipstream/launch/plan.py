@@ -33,6 +33,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _RATES = ("flops", "memory", "wire", "host", "disk_read", "disk_write")
 _MAX_PROPOSALS = 4
 _STATES = ("weights", "gradients", "optimizer")
+_WITHOUT_RANKS, _WITH_RANKS = ("config", "activations", "all", "batch", "batch_shape", "disk"), ("draw", "sequences")  # only
 
 
 def parse_count(text: str, option: str = "--num_params ") -> int:
@@ -191,6 +192,9 @@ def rates_of(stated: Sequence[str]) -> dict[str, float]:
 
 
 def execute(options: argparse.Namespace) -> int:
+    if idle := [name for name in (_WITHOUT_RANKS if options.ranks else _WITH_RANKS) if getattr(options, name)]:
+        name = "the config" if idle[0] == "config" else f"--{idle[0].replace('_', '-')}"
+        raise ValueError(f"{name} has no effect {'with' if options.ranks else 'without'} --ranks: leave it out")
     if options.ranks:
         return compare_layouts(options)
     if options.config is None:
