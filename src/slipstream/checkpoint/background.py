@@ -150,8 +150,9 @@ class AsyncSave:
             sums = self._writer.flush()
         except BaseException as error:
             if not self._is_first:
-                (folder / self._writer.file).unlink(missing_ok=True)
-                _put(folder / f"{self._writer.file}.failed", f"rank {rank}: {describe(error)}")
+                with suppress(OSError):  # rank 0 may have given up, and removed the folder
+                    (folder / self._writer.file).unlink(missing_ok=True)
+                    _put(folder / f"{self._writer.file}.failed", f"rank {rank}: {describe(error)}")
             raise
         if not self._is_first:
             if sums:
