@@ -102,7 +102,7 @@ def submit(router: Any, prompt: str, params: SamplingParams = GREEDY, **more: An
 
 def test_messages_arrive_as_they_were_sent() -> None:
     left, right = (wire.Link(one) for one in socket.socketpair())
-    assert wire.params_of(json.loads(json.dumps(wire.packed_params(SAMPLED)))) == SAMPLED
+    assert SamplingParams(**json.loads(json.dumps(wire.packed_params(SAMPLED)))) == SAMPLED
     with running() as engine:
         answer = wait(ask(engine, "a prompt", SAMPLED, n=2))
         stats = engine.stats()

@@ -185,6 +185,32 @@ def test_a_setting_is_refused_by_the_name_that_it_was_given() -> None:
         _sampling(None, 1, {"min_new_tokens": 300})
 
 
+def test_settings_are_taken_in_the_forms_that_callers_have() -> None:
+    plain = {"max_tokens": 8, "seed": 3, "top_k": 20, "logit_bias": {98: 1.5}, "stop": ("ab",), "stop_token_ids": (99,)}
+    forms = {name: numpy.int64(value) for name, value in plain.items() if isinstance(value, int)}  # type: ignore[call-overload]
+    forms |= {"logit_bias": {numpy.int64(98): numpy.float32(1.5)}, "stop": "ab", "stop_token_ids": numpy.int64(99)}
+    assert SamplingParams(**forms) == SamplingParams(**plain)  # type: ignore[arg-type]
+    assert SamplingParams(json_schema={"type": "object"}).json_schema == '{"type": "object"}'  # type: ignore[arg-type]
+    with InferenceEngine(Engine(HashRunner(), byte_tokenizer()), "hashes") as served:
+        assert served.generate("x", **forms).token_ids == served.generate("x", **plain).token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("logit_bias", bias) for bias in ({"97": 1.0}, {97: "a"}, [1])),
+        *(("stop", stop) for stop in (["a", 5], b"ab", 5)),
+        *(("stop_token_ids", ids) for ids in ([1.5], "5")),
+        *((name, 5) for name in ("json_schema", "grammar")),
+        ("seed", 1.0),
+        ("temperature", "1"),
+    ],
+)
+def test_a_setting_of_another_form_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} is .*; it must be "):
+        SamplingParams(**{name: value})
+
+
 def test_the_wait_for_a_reader_is_no_time_of_a_forward() -> None:
     with running(token_interval=10.0) as engine:
         engine.submit("x", SamplingParams(max_tokens=20, ignore_eos=True), sink=lambda output: time.sleep(0.02))

@@ -7,15 +7,54 @@ request: many positions of a prompt, or the one token that was sampled last.
 
 from __future__ import annotations
 
+import json
+import operator
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 MAX_STOP = 1024  # characters of a stop string: each request builds an automaton of its length
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, Real):
+        raise TypeError
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+# Forms of sampling settings: what makes one of a given value, or raises TypeError or ValueError; what it must be. Integers become
+# Python's own: the arithmetic of seeds is too large for numpy's.
+_FORMS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    **dict.fromkeys(
+        ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed"), (operator.index, "a whole number")
+    ),
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), (_number, "a number")
+    ),
+    "logit_bias": (lambda given: {operator.index(one): _number(bias) for one, bias in dict(given).items()}, "numbers by token id"),
+    "stop": (lambda given: (given,) if isinstance(given, str) else tuple(map(_text, given)), "a text, or several"),
+    "stop_token_ids": (lambda given: tuple(map(operator.index, given if isinstance(given, Iterable) else (given,))), "token ids"),
+    "json_schema": (lambda given: json.dumps(given) if isinstance(given, Mapping) else _text(given), "a JSON schema"),
+    "grammar": (_text, "a text"),
+}
+_OPTIONAL = ("logprobs", "prompt_logprobs", "seed", "json_schema", "grammar")
+_BETWEEN: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 2)),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), (0, 20)),
+}
 
 
 class Finish(Enum):
@@ -35,7 +74,9 @@ class RequestPhase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are sampled. The defaults disable all filters. Raises ValueError for invalid values."""
+    """How tokens are sampled. The defaults disable all filters. Raises ValueError for invalid values.
+
+    A single `stop` or `stop_token_ids` may be given as it is, and `json_schema` as a dictionary."""
 
     max_tokens: int = 256
     min_tokens: int = 0  # below this, no end token is sampled and stop strings are ignored
@@ -58,25 +99,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """The only place that rejects values which an fp32 sampler cannot handle. NaN is in no interval."""
-        for names, kind, word in ((_INTEGERS, Integral, "a whole number"), (_NUMBERS, Real, "a number")):
-            for name in names:
-                if not isinstance(value := getattr(self, name), kind) and not (value is None and name in _OPTIONAL):
-                    raise ValueError(f"{name} is {value!r}; it must be {word}")
+        for name, (convert, expected) in _FORMS.items():
+            value = getattr(self, name)
+            try:
+                if not (value is None and name in _OPTIONAL):
+                    object.__setattr__(self, name, convert(value))
+            except (TypeError, ValueError):
+                raise ValueError(f"{name} is {value!r:.200}; it must be {expected}") from None
+        between = [(name, getattr(self, name), *interval) for name, interval in _BETWEEN.items()]
+        between += (("logit_bias", bias, -100, 100) for bias in self.logit_bias.values())
         limits = [
+            *((name, value, f"between {a} and {b}", value is None or a <= value <= b) for name, value, a, b in between),
             ("max_tokens", self.max_tokens, "at least 1", self.max_tokens >= 1),
             ("min_tokens", self.min_tokens, "between 0 and max_tokens", 0 <= self.min_tokens <= self.max_tokens),
-            ("temperature", self.temperature, "between 0 and 100", 0 <= self.temperature <= 100),
             ("top_k", self.top_k, "0 (all) or more", self.top_k >= 0),
             ("top_p", self.top_p, "above 0 and at most 1", 0 < self.top_p <= 1),
-            ("min_p", self.min_p, "between 0 and 1", 0 <= self.min_p <= 1),
-            ("repetition_penalty", self.repetition_penalty, "between 0.01 and 100", 0.01 <= self.repetition_penalty <= 100),
-            ("presence_penalty", self.presence_penalty, "between -2 and 2", -2 <= self.presence_penalty <= 2),
-            ("frequency_penalty", self.frequency_penalty, "between -2 and 2", -2 <= self.frequency_penalty <= 2),
-            *(("logit_bias", bias, "between -100 and 100", -100 <= bias <= 100) for bias in self.logit_bias.values()),
-            *(
-                (name, value, "between 0 and 20", value is None or 0 <= value <= 20)
-                for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
-            ),
             ("grammar", self.grammar, "left out beside json_schema", None in (self.grammar, self.json_schema)),
             ("stop", self.stop, "no empty string", all(self.stop)),
         ]
@@ -118,11 +155,6 @@ def target_of(first_within: float | None, wait_within: float | None) -> Target:
         if value is not None and not (is_number and 0 < value <= LONGEST):
             raise ValueError(f"{name} is {value!r:.100}; it must be a number of seconds, above 0 and at most {LONGEST:g}")
     return Target(**{name: None if value is None else float(value) for name, value in values.items()})
-
-
-_INTEGERS = ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed")
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_OPTIONAL = ("logprobs", "prompt_logprobs", "seed")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

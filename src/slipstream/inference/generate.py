@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
-import json
 import operator
 import os
 import queue
@@ -529,11 +528,6 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
             raise TypeError(f"pass settings as params or as keywords, not both: {', '.join(settings)}")
         return params, n
     values, words = _named(n, settings)
-    for name in ("stop", "stop_token_ids"):
-        if name in values:
-            values[name] = (values[name],) if isinstance(values[name], (str, int)) else tuple(values[name])
-    if isinstance(values.get("json_schema"), Mapping):
-        values["json_schema"] = json.dumps(values["json_schema"])
     sample = values.pop("do_sample", any(name in values for name in ("temperature", "top_k", "top_p", "min_p", "seed")))
     if not sample:
         values["temperature"] = 0.0

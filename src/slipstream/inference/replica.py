@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from slipstream.inference import wire
-from slipstream.inference.core import Finish
+from slipstream.inference.core import Finish, SamplingParams
 from slipstream.inference.embedding import EmbeddingEngine
 from slipstream.inference.engine import Engine, Handle, Output
 from slipstream.inference.kv_cache import reserved_nbytes
@@ -150,7 +150,7 @@ class Session:
                 self.engine.hold(handle, True)
                 self.link.when_room(partial(self._resume, number))
 
-        self._handles[number] = self.engine.submit(prompt, wire.params_of(params), sink=sink, **more)
+        self._handles[number] = self.engine.submit(prompt, SamplingParams(**params), sink=sink, **more)
         if not unfinished:  # the sink was first
             self._handles.pop(number, None)
             self._held.discard(number)

@@ -208,16 +208,10 @@ def _logprob(token: int, value: float, top: Sequence[Sequence[Any]]) -> Logprob:
 
 
 def packed_params(params: SamplingParams) -> dict[str, Any]:
-    """The fields that are not at their default. JSON has texts as keys only, so the biases are pairs."""
+    """The fields that are not at their default, for SamplingParams. JSON has texts as keys only, so the biases are pairs."""
     changed = {one.name: getattr(params, one.name) for one in fields(params)}
     changed = {name: value for name, value in changed.items() if value != getattr(_DEFAULTS, name)}
     return changed | ({"logit_bias": list(params.logit_bias.items())} if params.logit_bias else {})
-
-
-def params_of(packed: Mapping[str, Any]) -> SamplingParams:
-    """Raises ValueError as SamplingParams does."""
-    given: dict[str, Any] = {name: tuple(value) if name in ("stop", "stop_token_ids") else value for name, value in packed.items()}
-    return SamplingParams(**given | {"logit_bias": dict(given.get("logit_bias", ()))})
 
 
 _DEFAULTS = SamplingParams()
