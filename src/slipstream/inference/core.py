@@ -127,9 +127,8 @@ class SamplingParams:
     def constrained(self) -> bool:
         return self.json_schema is not None or self.grammar is not None
 
-    @property
-    def edits_logits(self) -> bool:
-        """Whether penalties or biases change the logits of every token."""
+    def edits(self, number: int) -> bool:
+        """Whether penalties, biases or min_tokens change the logits of the generated token `number`."""
         penalized = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return penalized or bool(self.logit_bias)
 
@@ -193,8 +192,7 @@ class Request:
     def is_plain(self) -> bool:
         """Whether its next tokens follow from their logits as they are, the settings and the seed, and only they are wanted."""
         params = self.params
-        edited = params.edits_logits or self.num_generated < params.min_tokens
-        return not edited and not params.constrained and params.logprobs is None
+        return not (params.edits(self.num_generated) or params.constrained) and params.logprobs is None
 
 
 class Chunk(NamedTuple):

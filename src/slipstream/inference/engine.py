@@ -41,7 +41,7 @@ from slipstream.inference.core import (
 )
 from slipstream.inference.draft_model import FEW, DraftModel
 from slipstream.inference.drafts import accept
-from slipstream.inference.sampler import LogitsRow, Sampled, Sampler, SamplingError
+from slipstream.inference.sampler import LogitsRow, Sampled, Sampler
 from slipstream.inference.scheduler import MAX_RUNNING, Scheduler, budget_of, receivers
 from slipstream.inference.stats import Meters, Stats, Use
 from slipstream.inference.text import StopStrings, Stream, Tokenizer
@@ -656,6 +656,7 @@ class Engine:
                 return None  # running requests hold all blocks, so a forward has worked
             pool.reserve(probe.blocks, 0, 1)
         try:
+        samples: dict[Request, list[Sampled]] = {}
             self.runner.forward(Batch((Chunk(probe, 0, 1),), ()))
         except Exception as error:  # as in `_compute`
             return _text(error)
@@ -680,6 +681,8 @@ class Engine:
     def _sample(self, batch: Batch, logits: Any) -> dict[Request, list[Sampled] | str]:
         """For each request that samples from the batch: the accepted draft tokens and one more, or an error text."""
         rows: list[LogitsRow] = []
+                elif request in samples:
+                    drawn[request] = "no token can be chosen: logits are not finite, or every token is forbidden"
         places: list[int] = []  # the logits row of each of `rows`; siblings sample from the same ones
         place = 0
         drawn: dict[Request, list[Sampled] | str] = {}
@@ -695,39 +698,18 @@ class Engine:
                     continue
                 rows += (LogitsRow(request, chunk.draft[:num], mask) for num in range(chunk.num_sampled))
                 places += range(place, place + chunk.num_sampled)
-                drawn[request] = []
+                samples[request] = []
             place += chunk.num_sampled
-        samples, errors = self._draw(rows, places, logits)
-        drawn |= errors
+        one_to_one = places == list(range(len(logits)))
+        sampled = self._sampler.sample(logits if one_to_one else logits[places], rows) if rows else []
+        for row, one in zip(rows, sampled, strict=True):
+            if one.token >= 0 and len(samples[row.request]) == len(row.draft):  # after a wrong draft token there may be none
+                samples[row.request].append(one)
         for chunk in batch.chunks:
             for request in receivers(chunk):
                 if ones := samples.get(request):
                     drawn[request] = ones[: len(accept(chunk.draft[: len(ones) - 1], [one.token for one in ones]))]
         return drawn
-
-    def _draw(
-        self, rows: list[LogitsRow], places: list[int], logits: Any
-    ) -> tuple[dict[Request, list[Sampled]], dict[Request, str]]:
-        """Draw a token for each row; the errors of requests for which none can be drawn. places: of the rows in `logits`."""
-        samples: dict[Request, list[Sampled]] = {}
-        errors: dict[Request, str] = {}
-        while rows:
-            try:
-                one_to_one = places == list(range(len(logits)))
-                for row, one in zip(rows, self._sampler.sample(logits if one_to_one else logits[places], rows), strict=True):
-                    samples.setdefault(row.request, []).append(one)
-                break
-            except SamplingError as error:
-                # After a wrong draft token all tokens can be masked. That is not the request's fault: retry it without its draft.
-                again = {row.request for row in rows if row.draft} & set(error.requests)
-                errors |= {request: str(error) for request in error.requests if request not in again}
-                remaining = [
-                    index
-                    for index, row in enumerate(rows)
-                    if row.request not in error.requests or (row.request in again and not row.draft)
-                ]
-                rows, places = [rows[index] for index in remaining], [places[index] for index in remaining]
-        return samples, errors
 
     def _score(self, chunk: Chunk, logits: Any, place: int) -> None:
         """Record the log-probabilities of the prompt's tokens that the chunk predicts; its first row of logits is at `place`."""

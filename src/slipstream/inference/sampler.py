@@ -40,8 +40,6 @@ from slipstream.ops.team import MAX_THREADS, Team
 Floats = NDArray[np.float32]  # [vocab] unless noted
 Ids = NDArray[np.int64]
 
-BLOCK = 256  # of the two-level search in `_draw`
-HEADS = (1e-3, 1e-6)  # fractions of the largest probability: top-p tries the tokens above these before the whole vocabulary
 HASH = (1 << 64) - 1
 
 
@@ -54,18 +52,9 @@ class LogitsRow(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    token: int
+    token: int  # -1: none can be chosen; logits are not finite, or every token is forbidden
     logprob: float | None = None  # None if not requested
     top: Sequence[tuple[int, float]] = ()  # (token, logprob) of the params.logprobs most likely tokens, descending
-
-
-class SamplingError(RuntimeError):
-    """No token can be sampled for these requests. The others of the batch can be sampled again without them."""
-
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
-        names = ", ".join(sorted({request.id for request in requests}))
-        super().__init__(f"no token can be chosen for {names}: logits are not finite, or every token is forbidden")
 
 
 class _Sampling(ctypes.Structure):
@@ -207,7 +196,7 @@ class Sampler:
 
     def sample(self, logits: Tensor | Floats, rows: Sequence[LogitsRow]) -> list[Sampled]:
         """Sample one token per row. `logits`: fp32 [rows, vocab], as before afterwards; numpy if forwards are so short that a call
-        of torch counts. Raises SamplingError, after which it may be called again: a request's state is derived from its tokens."""
+        of torch counts."""
         assert logits.shape == (len(rows), self.vocab_size), f"{len(rows)} rows of {self.vocab_size}: {tuple(logits.shape)}"
         if isinstance(logits, Tensor) and logits.is_cuda and all(_is_plain(row) for row in rows):
             best = logits.argmax(dim=-1, keepdim=True)  # on the CPU, numpy's argmax is ten times faster than torch's
@@ -216,11 +205,9 @@ class Sampler:
         else:
             arrays = np.ascontiguousarray(logits.cpu().numpy() if isinstance(logits, Tensor) else logits)
             tokens = self.tokens(arrays, rows)
-        if -1 in tokens:
-            raise SamplingError([row.request for row, token in zip(rows, tokens, strict=True) if token < 0])
         return [
             Sampled(token)
-            if row.request.params.logprobs is None
+            if token < 0 or row.request.params.logprobs is None
             else _with_logprobs(arrays[index], token, row.request.params.logprobs, self._weights)
             for index, (row, token) in enumerate(zip(rows, tokens, strict=True))
         ]
@@ -251,7 +238,7 @@ class Sampler:
         edited: list[tuple[Floats, list[tuple[Ids, Floats]]]] = []
         try:
             for raw, row in zip(logits, rows, strict=True):
-                if _is_edited(row):
+                if row.request.params.edits(_number(row)):
                     edited.append((raw, self._edit(raw, row)))
             if self._kernel is not None:
                 return self._kernel(logits, rows)
@@ -297,14 +284,10 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _is_edited(row: LogitsRow) -> bool:
-    params = row.request.params
-    return params.edits_logits or _number(row) < params.min_tokens
-
-
 def _is_plain(row: LogitsRow) -> bool:
     """Whether it is plain argmax."""
-    return row.request.params.temperature == 0 and row.request.params.logprobs is None and row.mask is None and not _is_edited(row)
+    params = row.request.params
+    return params.temperature == 0 and params.logprobs is None and row.mask is None and not params.edits(_number(row))
 
 
 def _number(row: LogitsRow) -> int:
@@ -338,15 +321,9 @@ def _filtered(weights: Floats, params: SamplingParams) -> Ids | None:
 
 def _nucleus(weights: Floats, top_p: float) -> Ids:
     """Indices, ascending, of the fewest largest weights that sum to at least top_p of the total; among ties the first."""
-    target = top_p * float(weights.sum(dtype=np.float64))
-    # Sorting the whole vocabulary is seldom needed: if the head suffices, the result is the same.
-    for least in (*HEADS, -1.0):
-        candidates = weights[weights > np.float32(least)]
-        if least < 0 or float(candidates.sum(dtype=np.float64)) > target:
-            break
-    ordered = np.sort(candidates)[::-1]
+    ordered = np.sort(weights)[::-1]
     sums = np.cumsum(ordered, dtype=np.float64)
-    num = min(int(np.searchsorted(sums, target)) + 1, len(ordered))
+    num = min(int(np.searchsorted(sums, top_p * weights.sum(dtype=np.float64))) + 1, len(ordered))
     last = ordered[num - 1]
     keep = weights > last
     ties = np.flatnonzero(weights == last)[: num - int(np.count_nonzero(keep))]
@@ -355,24 +332,10 @@ def _nucleus(weights: Floats, top_p: float) -> Ids:
 
 
 def _draw(weights: Floats, u: float) -> int:
-    """The index at which the running sum exceeds u of the total. Sums of blocks first: a third of the time of one long sum."""
-    if len(weights) > 4 * BLOCK:
-        full = len(weights) // BLOCK * BLOCK
-        sums = np.append(weights[:full].reshape(-1, BLOCK).sum(axis=1), weights[full:].sum(dtype=np.float32))
-        block, u = _pass(sums, u)
-        index, _ = _pass(weights[block * BLOCK : (block + 1) * BLOCK], u)
-        return block * BLOCK + index
-    return _pass(weights, u)[0]
-
-
-def _pass(weights: Floats, u: float) -> tuple[int, float]:
-    """The index at which the running sum exceeds u of the total, and the position of u within that weight. Never a zero weight."""
+    """The index at which the running sum exceeds u of the total. Never that of a zero weight."""
     sums = np.cumsum(weights, dtype=np.float64)
-    target = u * sums[-1]
     # The last nonzero weight is at the first index where the sum equals the total.
-    index = min(int(np.searchsorted(sums, target, side="right")), int(np.searchsorted(sums, sums[-1])))
-    before = sums[index - 1] if index else 0.0
-    return index, min(max(float((target - before) / (sums[index] - before)), 0.0), 1 - 2.0**-53)
+    return min(int(np.searchsorted(sums, u * sums[-1], side="right")), int(np.searchsorted(sums, sums[-1])))
 
 
 def log_total(raw: Floats, scratch: Floats) -> float:
