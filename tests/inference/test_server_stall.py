@@ -65,10 +65,11 @@ def test_a_text_that_is_far_too_long_is_not_encoded() -> None:
     tokenizer, counted = counting()
     with pytest.raises(TooLongError, match="more than 100 tokens"):
         tokenizer.encode("a" * 1_000_000, max_tokens=100)
-    assert counted.encoded == 0, "its length said it"
+    assert counted.encoded <= SLICE, "its beginning said it"
+    counted.encoded = 0
     with pytest.raises(TooLongError):
         tokenizer.encode("b" * 10 * SLICE, max_tokens=SLICE - 1)
-    assert counted.encoded <= 2 * SLICE, "its beginning said it"
+    assert counted.encoded <= 2 * SLICE
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -65,9 +64,7 @@ class Tokenizer:
         self.special = dict(special or {})
         self.end_ids = frozenset(end_ids)  # generation stops at these
         self.templates = dict(templates or {})
-        vocab = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(vocab.values(), default=-1) + 1  # ids may have gaps
-        self._max_chars = _max_chars(backend, vocab)
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids may have gaps
         self._compiled: dict[str, jinja2.Template] = {}
 
     def digest(self) -> str:
@@ -93,11 +90,8 @@ class Tokenizer:
             if backend.token_to_id(token[1]["content"]) is None:
                 added = AddedToken(**{key: value for key, value in token[1].items() if key in huggingface.TOKEN})
                 (backend.add_special_tokens if added.special else backend.add_tokens)([added])
-        special = {}
-        for role in ROLES:
-            value = config.get(f"{role}_token")
-            if value is not None:
-                special[f"{role}_token"] = value["content"] if isinstance(value, dict) else str(value)
+        stated = {name: config[name] for role in ROLES if config.get(name := f"{role}_token") is not None}
+        special = {name: value["content"] if isinstance(value, dict) else str(value) for name, value in stated.items()}
         ends = generation.get("eos_token_id", model.get("eos_token_id"))
         if ends is None:
             ends = backend.token_to_id(special.get("eos_token", ""))
@@ -198,8 +192,6 @@ class Tokenizer:
     def _exceeds(self, text: str, max_tokens: int) -> bool:
         """Encode slice by slice. Slices have the tokens of the whole text plus a few at the cuts, so more than twice the limit is
         too long. (Spaces that a special token would absorb count too; no real prompt has thousands of them.)"""
-        if len(text) > max_tokens * self._max_chars:
-            return True
         if len(text) <= max(SLICE, DENSE * max_tokens):
             return False
         count = 0
@@ -378,11 +370,8 @@ class StopStrings:
             return text
         buffer, start = self._buffer + text, len(self._buffer)
         for position in range(start, len(buffer)):
-            for j, stop in enumerate(self._stops):
-                n = self._progress[j]
-                while n and stop[n] != buffer[position]:
-                    n = self._fallback[j][n - 1]
-                self._progress[j] = n + (stop[n] == buffer[position])
+            states = zip(self._stops, self._fallback, self._progress, strict=True)
+            self._progress = [_advanced(*state, buffer[position]) for state in states]
             complete = [stop for stop, n in zip(self._stops, self._progress, strict=True) if n == len(stop)]
             if complete:
                 self.matched, self._buffer = max(complete, key=len), ""
@@ -397,16 +386,20 @@ class StopStrings:
         return text
 
 
+def _advanced(stop: str, borders: Sequence[int], n: int, character: str) -> int:
+    """The length of the longest prefix of `stop` that a text ends with, which was `n` before this character."""
+    while n and stop[n] != character:
+        n = borders[n - 1]
+    return n + (stop[n] == character)
+
+
 @lru_cache(maxsize=128)
-def _borders(text: str) -> tuple[int, ...]:
+def _borders(text: str) -> list[int]:
     """The length of the longest proper border of each prefix. Cached, because a request's n answers have the same stop strings."""
-    borders = [0] * len(text)
-    for i in range(1, len(text)):
-        n = borders[i - 1]
-        while n and text[i] != text[n]:
-            n = borders[n - 1]
-        borders[i] = n + (text[i] == text[n])
-    return tuple(borders)
+    borders = [0]
+    for character in text[1:]:
+        borders.append(_advanced(text, borders, borders[-1], character))
+    return borders
 
 
 def _backend(file: Path) -> tokenizers.Tokenizer:
@@ -414,20 +407,6 @@ def _backend(file: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no subclass
         raise ValueError(f"{file} is not a tokenizer that the package tokenizers can read: {error}") from None
-
-
-def _max_chars(backend: tokenizers.Tokenizer, vocab: Iterable[str]) -> float:
-    """Characters of a text that one token can stand for at most. Infinity if there is no bound: unknown characters that become one
-    token or none, spaces that a special token absorbs, a normalizer that drops characters."""
-    tokens, split, normalizer = set(vocab), backend.pre_tokenizer, backend.normalizer
-    spec = b"" if split is None else split.__getstate__()
-    by_bytes = b'"ByteLevel"' in spec and tokens >= BYTE_OF.keys() and not any(word in spec for word in (b"Removed", b"Whitespace"))
-    falls_back = isinstance(split, (type(None), pre_tokenizers.Metaspace)) and "<0xFF>" in tokens
-    lossless = isinstance(backend.model, models.BPE) and (by_bytes or (falls_back and backend.model.byte_fallback))
-    absorbs = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
-    if not lossless or absorbs or not isinstance(normalizer, (type(None), normalizers.NFC)):
-        return math.inf
-    return max(map(len, tokens), default=1) * (1 if normalizer is None else 4)  # NFC composes at most four characters into one
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
