@@ -30,7 +30,7 @@ def test_found_as_far_as_equal_and_never_whole() -> None:
     assert pool.match([3, 4, 5]) == [], "equal tokens after another beginning"
     assert pool.match([1, 2]) == pool.match([1]) == pool.match([]) == []
     pool.free(table)
-    assert table == [] and pool.num_free == 8 and pool.num_idle == 2
+    assert table == [] and pool.num_free == 8
     assert len(pool.match([1, 2, 3, 4, 5])) == 2, "freed, and still found"
 
 
@@ -72,12 +72,11 @@ def test_the_oldest_goes_first_and_ends_before_beginnings() -> None:
     old, young = computed(pool, [1, 2, 3]), computed(pool, [7, 8])
     pool.free(old)
     pool.free(young)
-    for left, evictions in (([1, 2], 1), ([1], 2), ([], 3)):
+    for left, number in (([1, 2], 1), ([1], 2), ([], 3)):
         pool.reserve(table := [], 0, 1)
         pool.check([table])
-        assert pool.num_evictions == evictions
         assert len(pool.match([1, 2, 3, 0])) == len(left) and len(pool.match([7, 8, 0])) == 2
-        pool.publish(table, [100 + evictions], 0, 1)  # keeps it from being blank, so that the next one evicts again
+        pool.publish(table, [100 + number], 0, 1)  # keeps it from being blank, so that the next one evicts again
         pool.free(table)
     pool.free(pool.fork(pool.match([7, 8, 0])))
     pool.reserve(table := [], 0, 3)
@@ -92,7 +91,6 @@ def test_copy_on_write() -> None:
     (copy,) = pool.reserve(sibling, 6, 7)
     assert copy == (table[1], sibling[1]) and sibling[0] == table[0] and sibling[1] != table[1]
     assert pool.num_lacking(table, 6, 7) == 0 and pool.reserve(table, 6, 7) == [], "now nobody else has it"
-    assert pool.num_copies == 1
     pool.check([table, sibling])
 
 
@@ -101,7 +99,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     table = computed(pool, [1, 2, 3, 4, 5])
     assert pool.match([1, 2, 3, 4, 5]) == []
     pool.free(table)
-    assert pool.num_free == 4 and pool.num_idle == 0
+    assert pool.num_free == 4 and pool.match([1, 2, 3, 4, 5]) == []
     pool.check([])
 
 
@@ -172,12 +170,12 @@ def blank_published(pool: BlockPool) -> None:
 @pytest.mark.parametrize(
     "harm, message",
     [
-        (lose_blank, "is lost"),
-        (free_used, "block 0 is used and blank"),
+        (lose_blank, "has no state, or two"),
+        (free_used, "has no state, or two"),
         (leak, "block 0 counts 2 references, tables hold 1"),
-        (forget_key, "are not the inverse"),
+        (forget_key, "is not the inverse"),
         (reverse_age, "is evicted before block"),
-        (blank_published, "is blank, and yet published"),
+        (blank_published, "a blank block is published"),
     ],
 )
 def test_check_sees(harm: Callable[[BlockPool], None], message: str) -> None:

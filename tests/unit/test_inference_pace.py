@@ -101,7 +101,7 @@ def longest_wait(seconds: Callable[[int], float], interval: float | None, *, tim
             waits.append(took)
         scheduler.commit(batch, {request: [1] for chunk in batch.chunks for request in receivers(chunk)})
         scheduler.pace.add(size, took)
-    assert scheduler.counters.tokens > 600 * 20, "the prompts were computed"
+    assert sum(tokens) > 600 * 20, "the prompts were computed"
     return max(waits), tokens
 
 

@@ -35,8 +35,6 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.num_evictions = 0  # published blocks that were evicted
-        self.num_copies = 0  # blocks copied on write
         self._refs = [0] * num_blocks
         self._blank = list(reversed(range(num_blocks)))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -47,10 +45,6 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that can be allocated: blank ones, and idle ones, which lose their content."""
         return len(self._blank) + len(self._idle)
-
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
 
     def num_needed(self, num_tokens: int) -> int:
         """The number of blocks that `num_tokens` positions need."""
@@ -90,7 +84,6 @@ class BlockPool:
             elif self._refs[shared := table[index]] > 1:
                 table[index] = self._take()
                 self._drop(shared)
-                self.num_copies += 1
                 copies.append((shared, table[index]))
         return copies
 
@@ -129,7 +122,6 @@ class BlockPool:
         else:
             block, _ = self._idle.popitem(last=False)
             del self._published[self._keys.pop(block)]
-            self.num_evictions += 1
         self._refs[block] = 1
         return block
 
@@ -150,33 +142,22 @@ class BlockPool:
         """Raise AssertionError unless the pool's records are consistent with `tables`, all tables in use. O(num_blocks)."""
         references: Counter[int] = Counter()
         for table in tables:
-            _check(len(set(table)) == len(table), f"a table holds a block twice: {list(table)}")
+            assert len(set(table)) == len(table), f"a table holds a block twice: {list(table)}"
             references.update(table)
         for block, count in enumerate(self._refs):
-            _check(count == references[block], f"block {block} counts {count} references, tables hold {references[block]}")
-        _check(references.total() == sum(self._refs), f"tables hold blocks beyond the pool's {self.num_blocks}: {references}")
+            assert count == references[block], f"block {block} counts {count} references, tables hold {references[block]}"
+        assert references.total() == sum(self._refs), f"tables hold blocks beyond the pool's {self.num_blocks}: {references}"
 
-        used = {block for block, count in enumerate(self._refs) if count}
-        states = Counter([*used, *self._blank, *self._idle])
-        groups = {"used": used, "blank": set(self._blank), "idle": set(self._idle)}
-        for block in range(self.num_blocks):
-            where = [name for name, group in groups.items() if block in group]
-            _check(states[block] == 1, f"block {block} is {' and '.join(where) or 'lost: neither used, blank nor idle'}")
-            _check(where != ["blank"] or block not in self._keys, f"block {block} is blank, and yet published")
-            _check(where != ["idle"] or block in self._keys, f"block {block} is idle, and nothing finds it")
-        _check(states.total() == self.num_blocks, f"the pool of {self.num_blocks} blocks lists {states.total()}: {states}")
-
-        inverse = {block: key for key, block in self._published.items()}
-        _check(inverse == self._keys, f"keys by block {self._keys} are not the inverse of blocks by key {self._published}")
+        used = [block for block, count in enumerate(self._refs) if count]
+        states = f"used {used}, blank {self._blank}, idle {[*self._idle]}, published {self._published}"
+        assert sorted([*used, *self._blank, *self._idle]) == [*range(self.num_blocks)], f"a block has no state, or two: {states}"
+        assert {block: key for key, block in self._published.items()} == self._keys, f"{self._keys} is not the inverse: {states}"
+        assert self._keys.keys().isdisjoint(self._blank), f"a blank block is published: {states}"
+        assert self._keys.keys() >= self._idle.keys(), f"nothing finds an idle block: {states}"
         age = {block: position for position, block in enumerate(self._idle)}
         for block, (previous, tokens) in self._keys.items():
-            _check(len(tokens) == self.block_size, f"block {block} is published with {len(tokens)} of {self.block_size} tokens")
+            assert len(tokens) == self.block_size, f"block {block} is published with {len(tokens)} of {self.block_size} tokens"
             if not isinstance(previous, str):
-                _check(previous in self._keys, f"block {block} is published after block {previous}, which is not")
-                _check(block in age or previous in used, f"block {block} is used, block {previous} before it is not")
-                _check(previous in used or age[block] < age[previous], f"block {previous} is evicted before block {block} after it")
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
+                assert previous in self._keys, f"block {block} is published after block {previous}, which is not"
+                outlives = previous in used or age.get(block, self.num_blocks) < age[previous]
+                assert outlives, f"block {previous} is evicted before block {block}, which follows it"

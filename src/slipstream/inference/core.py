@@ -8,6 +8,7 @@ request: many positions of a prompt, or the one token that was sampled last.
 from __future__ import annotations
 
 import json
+import math
 import operator
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -168,7 +169,8 @@ class Request:
     salt: str = ""  # prefixes are shared only between requests of one salt
     tenant: str = ""  # whose share of the engine it uses: an API key
     target: Target = NO_TARGET
-    missed: bool = False  # the target, by the clock; only the scheduler changes it
+    missed: bool = False  # the target, by the clock; only the scheduler changes it, and `token_at`
+    token_at: float = 0.0  # when it got its last token
     elsewhere: int = 0  # tokens that its tenant has had of other engines, while another one had requests at this one
     adapter: Any = None  # what the runner adds to the model for it (`adapters.Packed`)
     arrival: float = 0.0  # seconds, of one clock
@@ -187,6 +189,13 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def deadline(self) -> float:
+        """Of its next token, by the target; infinite if it has none."""
+        begun = self.num_generated > 0
+        within = self.target.wait_within if begun else self.target.first_within
+        return math.inf if within is None else (self.token_at if begun else self.arrival) + within
 
     @property
     def is_plain(self) -> bool:

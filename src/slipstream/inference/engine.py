@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -117,7 +117,6 @@ class _Sequence:
     stream: Stream | None  # None without a tokenizer: no text
     stops: StopStrings
     constraint: Constraint | None
-    submitted: float  # seconds, perf_counter
     started: float = 0.0  # time of the first forward with a part of it, perf_counter; 0: none yet, or it is a sibling
     first_token: float = 0.0  # and of its first token
     last_token: float = 0.0  # time of its last token, perf_counter; 0: none yet
@@ -139,12 +138,6 @@ class _Sequence:
         output = self._output(text, tokens, finish)
         is_scored = is_first and self.request.params.prompt_logprobs is not None
         return replace(output, prompt_logprobs=tuple(self.handle.scored or [None])) if is_scored else output
-
-    def is_late(self, now: float) -> bool:
-        """Whether it has missed its target: at a token, or because the next one is due."""
-        target = self.request.target
-        within, since = (target.wait_within, self.last_token) if self.last_token else (target.first_within, self.request.arrival)
-        return self.request.missed or (within is not None and now - since > within)
 
     def end(self, finish: Finish, error: str | None = None) -> Output:
         """Return the Output that ends the sequence without another token."""
@@ -320,7 +313,12 @@ class Engine:
                 arrival=now - waited,
                 seed=seed + index,
             )
-            handle.sequences.append(self._sequence(index, handle, request, ids))
+            stream = None if self.tokenizer is None else Stream(self.tokenizer, ids)
+            constraint = self._constraint(params) if params.constrained else None
+            sequence = _Sequence(
+                index=index, handle=handle, request=request, stream=stream, stops=StopStrings(params.stop), constraint=constraint
+            )
+            handle.sequences.append(sequence)
         first, *others = (sequence.request for sequence in handle.sequences)
         first.siblings = others
         with self._lock:
@@ -329,17 +327,6 @@ class Engine:
             self._sequences |= {sequence.request: sequence for sequence in handle.sequences}
             self._notify()
         return handle
-
-    def _sequence(self, index: int, handle: Handle, request: Request, ids: Sequence[int]) -> _Sequence:
-        return _Sequence(
-            index=index,
-            handle=handle,
-            request=request,
-            stream=None if self.tokenizer is None else Stream(self.tokenizer, ids),
-            stops=StopStrings(request.params.stop),
-            constraint=self._constraint(request.params) if request.params.constrained else None,
-            submitted=request.arrival,
-        )
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -419,13 +406,10 @@ class Engine:
                 healthy=self.healthy,
                 waiting=len(scheduler.waiting) + len(scheduler.held),
                 running=len(scheduler.running),
+                **asdict(scheduler.counters),
                 blocks=scheduler.pool.num_blocks,
                 blocks_used=scheduler.pool.num_blocks - scheduler.pool.num_free,
                 block_size=scheduler.pool.block_size,
-                draft_tokens=scheduler.counters.proposed,
-                accepted_tokens=scheduler.counters.accepted,
-                preemptions=scheduler.counters.preemptions,
-                forwards=scheduler.counters.forwards,
                 expert_hits=expert_hits,
                 expert_misses=expert_misses,
                 tokens_per_second=generated,
@@ -573,7 +557,7 @@ class Engine:
             for chunk in () if batch is None else batch.chunks:
                 if not (sequence := self._sequences[chunk.request]).started and not chunk.request.num_generated:
                     sequence.started = time.perf_counter()
-                    self._meters.queue.add(sequence.started - sequence.submitted)
+                    self._meters.queue.add(sequence.started - sequence.request.arrival)
             assert batch is not None or not self._scheduler.busy, f"nothing to compute for {len(self._sequences)}"
         return batch
 
@@ -735,7 +719,7 @@ class Engine:
                     self._end([self._sequences[request]], Finish.ERROR, why)
             ones = {request: ones for request, ones in drawn.items() if not isinstance(ones, str)}
             results = self._scheduler.commit(batch, {request: [one.token for one in ones[request]] for request in ones}, now)
-            for request, new in results:
+            for request, new in results.items():
                 sequence = self._sequences[request]
                 try:
                     output = sequence.take(ones[request][: len(new)], request.finish)
@@ -747,7 +731,7 @@ class Engine:
                     self._scheduler.finish(request, output.finish)
                     self._forget(sequence, output.finish)
                 self._outbox.append((sequence, output))
-            self._meters.step(now, sum(len(new) for _, new in results), computed)
+            self._meters.step(now, sum(map(len, results.values())), computed)
 
     def _shut(self, finish: Finish, error: str | None = None) -> None:
         """End all requests. With an error, the engine is dead."""
@@ -773,12 +757,12 @@ class Engine:
         if self._drafter is not None:
             self._drafter.forget(sequence.request)
         self._meters.finished[finish] += 1
-        if sequence.request.target != NO_TARGET:
-            missed = sequence.is_late(time.perf_counter())
+        now, request = time.perf_counter(), sequence.request
+        if request.target != NO_TARGET:
+            missed = request.missed or now > request.deadline  # at a token, or because the next one is due
             self._meters.targets_missed += missed
             self._meters.targets_met += not missed and finish in (Finish.STOP, Finish.LENGTH)
-        now = time.perf_counter()
-        self._meters.whole.add(now - sequence.submitted)
+        self._meters.whole.add(now - request.arrival)
         if sequence.first_token:
             self._meters.decode.add(now - sequence.first_token)
         self._meters.output_lengths.add(sequence.num_reported)
@@ -789,7 +773,7 @@ class Engine:
             self._meters.between_tokens.add((now - sequence.last_token) / num, num)
         elif num:
             sequence.first_token = now
-            self._meters.time_to_first_token.add(now - sequence.submitted)
+            self._meters.time_to_first_token.add(now - sequence.request.arrival)
             if sequence.started:
                 self._meters.prefill.add(now - sequence.started)
             if sequence.index == 0:

@@ -30,14 +30,13 @@ class Pace:
         self._recent: dict[int, deque[tuple[float, ForwardSize]]] = {}  # by tokens.bit_length()
         self._rates = (0.0, 0.0)  # seconds of a row, and of a position
         self._new = 0  # forwards since these were fitted
-        self._known: list[tuple[int, float]] | None = None  # `_line` and `per_token`, until the next forward
-        self._least: float | None = None
+        self._known: list[tuple[int, float]] | None = None  # `_line`, until the next forward
 
     def add(self, size: ForwardSize, seconds: float) -> None:
         seconds = max(seconds, 1e-6)  # weights of the fit are 1 / seconds
         self._recent.setdefault(size.tokens.bit_length(), deque(maxlen=RECENT)).append((seconds, size))
         self._new += 1
-        self._known = self._least = None
+        self._known = None
         if self._new >= REFIT:
             self._new, self._rates = 0, _fitted([one for bucket in self._recent.values() for one in bucket])
 
@@ -65,11 +64,9 @@ class Pace:
 
     def per_token(self) -> float:
         """Seconds of a token where it takes the least; 0 if no forward is known."""
-        if self._least is None:
-            buckets = (sorted((self._own(*one), one[1].tokens) for one in bucket) for bucket in self._recent.values())
-            usual = (bucket[len(bucket) // 2] for bucket in buckets)
-            self._least = min((seconds / tokens for seconds, tokens in usual), default=0.0)
-        return self._least
+        buckets = (sorted((self._own(*one), one[1].tokens) for one in bucket) for bucket in self._recent.values())
+        usual = (bucket[len(bucket) // 2] for bucket in buckets)
+        return min((seconds / tokens for seconds, tokens in usual), default=0.0)
 
     def _rest(self, size: ForwardSize) -> float:
         """Beside what its tokens take."""

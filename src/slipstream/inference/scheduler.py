@@ -10,7 +10,7 @@ budget and blocks are left. The engine's loop is
     for chunk in batch.chunks:                              # chunk.num_rows rows each, in order
         for request in receivers(chunk):                    # none inside a prompt; siblings too at its end
             sampled[request] = accept(chunk.draft, ...)     # each samples from the same rows, with its own seed
-    for request, tokens in scheduler.commit(batch, sampled):
+    for request, tokens in scheduler.commit(batch, sampled).items():
         ...                                                 # tokens: the new ones; request.finish: why it ended, if it did
 
 Where nothing waits, a batch has several *steps*: the runner makes one forward after the other (`core.Generate`), and `commit` gets
@@ -70,7 +70,6 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple
 
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.core import NO_TARGET, Batch, Chunk, Finish, ForwardSize, QueueFullError, Request, RequestPhase, attended
@@ -88,23 +87,12 @@ LEAST_PROMPT = 8  # tokens of a forward that are left for prompts, whatever toke
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the scheduler was created."""
+    """Totals since the scheduler was created, for `Stats`."""
 
     forwards: int = 0
-    full_forwards: int = 0  # forwards that used the whole budget
-    tokens: int = 0  # computed, draft tokens included
     preemptions: int = 0
-    prefix_queries: int = 0  # tokens of admitted requests
-    prefix_hits: int = 0  # of these, found in the prefix cache
-    proposed: int = 0  # draft tokens
-    accepted: int = 0  # of these, accepted
-
-
-class RequestOutput(NamedTuple):
-    """The tokens that a request got from a forward, at least one. `request.finish` is set if it has ended."""
-
-    request: Request
-    tokens: tuple[int, ...]  # the last of request.tokens, including an end token
+    draft_tokens: int = 0  # proposed
+    accepted_tokens: int = 0  # of these
 
 
 @dataclass(slots=True)
@@ -117,7 +105,6 @@ class _Entry:
     num_draft: int = 0  # tokens to guess next: adapted to how many were accepted last
     late: bool = False  # it has missed its target, or cannot meet it
     matched: tuple[int, int] | None = None  # the number of forwards when it was looked up, and the tokens that the cache had
-    token_at: float = 0.0  # when it got its last token; seconds of the caller's clock
 
 
 def receivers(chunk: Chunk) -> tuple[Request, ...]:
@@ -266,14 +253,12 @@ class Scheduler:
         steps = self._steps(plan)
         return Batch(tuple(plan.chunks), tuple(plan.copies), steps) if plan.chunks else None
 
-    def commit(self, batch: Batch, sampled: Mapping[Request, Sequence[int]], now: float = 0.0) -> list[RequestOutput]:
+    def commit(self, batch: Batch, sampled: Mapping[Request, Sequence[int]], now: float = 0.0) -> dict[Request, tuple[int, ...]]:
         """Record a computed batch, whose `steps` are those that were made. `sampled` has the accepted tokens of each of its
         `receivers`, `now` is as in `schedule`. Requests are extended up to their end, full blocks are published, and siblings start
-        with a fork of the prompt's blocks."""
+        with a fork of the prompt's blocks. Returns the new tokens of each, at least one, including an end token."""
         self.counters.forwards += batch.steps
-        self.counters.full_forwards += batch.steps * (batch.num_tokens == self.token_budget)
-        self.counters.tokens += batch.steps * batch.num_tokens
-        outputs = []
+        outputs: dict[Request, tuple[int, ...]] = {}
         for chunk in batch.chunks:
             request = chunk.request
             if request.phase is not RequestPhase.RUNNING:  # ended in the meantime
@@ -288,7 +273,7 @@ class Scheduler:
                 self._start_sibling(sibling, request)
             for one in sampling:
                 self._note_time(one, now)
-            outputs += [RequestOutput(one, self._append(one, sampled[one])) for one in sampling]
+            outputs |= {one: self._append(one, sampled[one]) for one in sampling}
             for sibling in reversed(sampling[1:]):
                 if len(self.running) > self.max_running and sibling.phase is RequestPhase.RUNNING:
                     self._requeue(sibling)  # it has its first token, and finds the prompt in the prefix cache
@@ -328,7 +313,7 @@ class Scheduler:
         """Find the requests that cannot meet their targets any more: [Note: Targets]."""
         per_token = self.pace.per_token() if self._targeted else 0.0
         for request in list(self._targeted):
-            deadline, num = self._deadline(request), _pending(request)
+            deadline, num = request.deadline, _pending(request)
             request.missed = now > deadline
             if now + per_token * num > deadline and request.phase is RequestPhase.WAITING and not request.missed:
                 num -= self._cached(request)
@@ -343,20 +328,13 @@ class Scheduler:
             entry.matched = now, len(self.pool.match(request.tokens, self._salt(request))) * self.pool.block_size
         return entry.matched[1]
 
-    def _deadline(self, request: Request) -> float:
-        """Of its next token."""
-        begun, target = request.num_generated > 0, request.target
-        within = target.wait_within if begun else target.first_within
-        since = self._entries[request].token_at if begun else request.arrival
-        return math.inf if within is None else since + within
-
     def _note_time(self, request: Request, now: float) -> None:
         """It gets tokens now."""
-        if not request.missed and now > self._deadline(request):
+        if not request.missed and now > request.deadline:
             request.missed = True
             if request in self._targeted:
                 self._put_back(request)
-        self._entries[request].token_at = now
+        request.token_at = now
 
     def _put_back(self, request: Request) -> None:
         """From now on it is as one without a target, but for `_order`."""
@@ -484,8 +462,6 @@ class Scheduler:
             entry = self._entries[request]
             if not entry.admitted:
                 entry.admitted, request.num_cached = True, hits
-            self.counters.prefix_queries += len(request.tokens)
-            self.counters.prefix_hits += hits
             request.phase, request.blocks, request.num_computed = RequestPhase.RUNNING, cached, hits
             self._plan(plan, request, min(_pending(request), fitting))
             owed += self._blocks_owed(request)
@@ -672,8 +648,8 @@ class Scheduler:
         return new
 
     def _count_draft(self, chunk: Chunk, accepted: int) -> None:
-        self.counters.proposed += len(chunk.draft)
-        self.counters.accepted += accepted
+        self.counters.draft_tokens += len(chunk.draft)
+        self.counters.accepted_tokens += accepted
         self._entries[chunk.request].num_draft = min(self.num_draft, 2 * accepted + 1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -18,13 +18,17 @@ _WHOLE = (*_FIRST_TOKEN, 120.0, 300.0, 600.0)
 _TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Histogram:
     """Like a Prometheus histogram, but counts are per bucket, not cumulative; the last bucket is above all bounds."""
 
     bounds: tuple[float, ...]  # upper, inclusive
-    counts: tuple[int, ...]  # len(bounds) + 1
-    sum: float
+    counts: list[int]  # len(bounds) + 1
+    sum: float = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
     @property
     def count(self) -> int:
@@ -83,7 +87,7 @@ def total(parts: Sequence[Stats]) -> Stats:
     def added(name: str) -> Any:
         values = [getattr(part, name) for part in parts]
         if isinstance(first := values[0], Histogram):
-            counts = tuple(map(sum, zip(*(one.counts for one in values), strict=True)))
+            counts = [*map(sum, zip(*(one.counts for one in values), strict=True))]
             return Histogram(first.bounds, counts, sum(one.sum for one in values))
         return sum(map(Counter, values), Counter()) if name == "finished" else sum(values)
 
@@ -98,20 +102,8 @@ def settled(stats: Stats) -> Stats:
     )
 
 
-class _Buckets:
-    """A mutable histogram."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    def snapshot(self) -> Histogram:
-        return Histogram(self.bounds, tuple(self.counts), self.sum)
+def _empty(bounds: tuple[float, ...]) -> Histogram:
+    return Histogram(bounds, [0] * (len(bounds) + 1))
 
 
 @dataclass(slots=True)
@@ -124,20 +116,19 @@ class Meters:
     targets_met: int = 0
     targets_missed: int = 0
     finished: Counter[Finish] = field(default_factory=Counter)
-    time_to_first_token: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
-    between_tokens: _Buckets = field(default_factory=lambda: _Buckets(_BETWEEN_TOKENS))
-    queue: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
-    prefill: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
-    decode: _Buckets = field(default_factory=lambda: _Buckets(_WHOLE))
-    whole: _Buckets = field(default_factory=lambda: _Buckets(_WHOLE))
-    prompt_lengths: _Buckets = field(default_factory=lambda: _Buckets(_TOKENS))
-    output_lengths: _Buckets = field(default_factory=lambda: _Buckets(_TOKENS))
+    time_to_first_token: Histogram = field(default_factory=lambda: _empty(_FIRST_TOKEN))
+    between_tokens: Histogram = field(default_factory=lambda: _empty(_BETWEEN_TOKENS))
+    queue: Histogram = field(default_factory=lambda: _empty(_FIRST_TOKEN))
+    prefill: Histogram = field(default_factory=lambda: _empty(_FIRST_TOKEN))
+    decode: Histogram = field(default_factory=lambda: _empty(_WHOLE))
+    whole: Histogram = field(default_factory=lambda: _empty(_WHOLE))
+    prompt_lengths: Histogram = field(default_factory=lambda: _empty(_TOKENS))
+    output_lengths: Histogram = field(default_factory=lambda: _empty(_TOKENS))
     _recent: deque[tuple[float, int, int]] = field(default_factory=deque)  # (time, generated tokens, computed prompt tokens)
 
     def snapshot(self) -> dict[str, Any]:
         """What `Stats` has under the same names."""
-        counted = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "_recent"}
-        return {name: value.snapshot() if isinstance(value, _Buckets) else copy(value) for name, value in counted.items()}
+        return {one.name: deepcopy(getattr(self, one.name)) for one in fields(self) if one.name != "_recent"}
 
     def step(self, now: float, generated: int, computed: int) -> None:
         """Record a forward: the tokens it generated and the prompt tokens it computed."""

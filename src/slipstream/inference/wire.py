@@ -226,7 +226,7 @@ def packed_stats(stats: Stats) -> dict[str, Any]:
 
 def stats_of(packed: Mapping[str, Any]) -> Stats:
     histograms = {one.name: packed[one.name] for one in fields(Stats) if one.type == "Histogram"}
-    found = {name: Histogram(tuple(one["bounds"]), tuple(one["counts"]), one["sum"]) for name, one in histograms.items()}
+    found = {name: Histogram(tuple(one["bounds"]), one["counts"], one["sum"]) for name, one in histograms.items()}
     return Stats(**{**packed, **found, "finished": {Finish(name): count for name, count in packed["finished"].items()}})
 
 
