@@ -19,7 +19,7 @@ from slipstream import handover
 from slipstream.inference.core import Batch, Finish, SamplingParams
 from slipstream.inference.engine import ClosedError, Engine
 from slipstream.inference.generate import InferenceEngine
-from slipstream.inference.update import UpdateTarget, WeightForm, WeightPlace
+from slipstream.inference.update import UpdateTarget, WeightForm
 from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, wait
 
 PROMPT = "a prompt of several blocks"
@@ -44,9 +44,7 @@ class Runner(HashRunner):
 
 def make(runner: Runner) -> InferenceEngine:
     target = UpdateTarget(
-        {"model.bias": WeightPlace((3,), [("bias", lambda bias: bias)])},
-        {"bias": WeightForm.of(runner.weight)},
-        frozenset(["tied"]),
+        {"model.bias": ((3,), [("bias", lambda bias: bias)])}, {"bias": WeightForm.of(runner.weight)}, frozenset(["tied"])
     )
     return InferenceEngine(Engine(runner, byte_tokenizer()), "hashes", target)
 

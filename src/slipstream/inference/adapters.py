@@ -177,8 +177,4 @@ Opener = Callable[[str, "str | os.PathLike[str]"], Packed]
 def opener(config: TransformerConfig, dtype: torch.dtype) -> Opener:
     """Reads adapters of a model whose weights are in `dtype`: (name, folder) -> what its requests hold."""
     kept = torch.float32 if dtype == torch.float32 else torch.bfloat16
-
-    def open_adapter(name: str, folder: str | os.PathLike[str]) -> Packed:
-        return pack(name, read(folder, config), len(config.layers), kept)
-
-    return open_adapter
+    return lambda name, folder: pack(name, read(folder, config), len(config.layers), kept)

@@ -131,7 +131,7 @@ class SamplingParams:
     def edits(self, number: int) -> bool:
         """Whether penalties, biases or min_tokens change the logits of the generated token `number`."""
         penalized = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return penalized or bool(self.logit_bias)
+        return penalized or bool(self.logit_bias) or number < self.min_tokens
 
 
 LONGEST = 1e9  # seconds of a target
@@ -290,7 +290,8 @@ def batch_of(copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -
     for i, (begin, end) in enumerate(pairwise([*table_at, len(tables)])):
         own, num_rows = ids[first_row[i] : first_row[i + 1]], sum(first_row[i] <= row < first_row[i + 1] for row in logit_rows)
         stop = min(lengths[i], start[i] + len(own))
-        tokens = [*[0] * start[i], *own[: stop - start[i]], *[0] * (lengths[i] - stop)]
+        tokens = [0] * lengths[i]
+        tokens[start[i] : stop] = own[: stop - start[i]]
         request = Request(id="", tokens=tokens, params=SamplingParams(), blocks=list(tables[begin:end]))
         chunk = Chunk(request, start[i], stop, tuple(own[stop - start[i] :]))
         if chunk.num_rows != num_rows:

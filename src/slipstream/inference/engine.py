@@ -154,11 +154,7 @@ class _Sequence:
                 text += self._pass(self.stream.finish())
             text += self.stops.finish()
             usage = Usage(self.request.num_prompt, self.request.num_cached, self.num_reported)
-        logprobs = (
-            ()
-            if self.request.params.logprobs is None
-            else tuple(Logprob(token, value, top) for token, value, top in tokens if value is not None)
-        )
+        logprobs = tuple(Logprob(token, value, top) for token, value, top in tokens if value is not None)
         return Output(self.index, text, tuple(sampled.token for sampled in tokens), logprobs, finish, usage)
 
 
@@ -341,13 +337,10 @@ class Engine:
             raise ValueError(f"adapters cannot be loaded: {self._open_adapter}")
         if not name or not name.isprintable() or name == self.model_name:
             raise ValueError(f"an adapter cannot be named {name!r:.100}: it needs a name of its own, other than the model's")
-        taken = f"an adapter {name!r} is loaded already; unload it first, or load with replace (load_inplace)"
-        if name in self._adapters and not replace:
-            raise ValueError(taken)
         opened = self._open_adapter(name, folder)
         with self._lock:
             if name in self._adapters and not replace:
-                raise ValueError(taken)
+                raise ValueError(f"an adapter {name!r} is loaded already; unload it first, or load with replace (load_inplace)")
             self._adapters[name] = opened
 
     def unload_adapter(self, name: str) -> None:
@@ -406,7 +399,6 @@ class Engine:
                 healthy=self.healthy,
                 waiting=len(scheduler.waiting) + len(scheduler.held),
                 running=len(scheduler.running),
-                **asdict(scheduler.counters),
                 blocks=scheduler.pool.num_blocks,
                 blocks_used=scheduler.pool.num_blocks - scheduler.pool.num_free,
                 block_size=scheduler.pool.block_size,
@@ -414,6 +406,7 @@ class Engine:
                 expert_misses=expert_misses,
                 tokens_per_second=generated,
                 prompt_tokens_per_second=computed,
+                **asdict(scheduler.counters),
                 **meters.snapshot(),
             )
 
@@ -482,19 +475,16 @@ class Engine:
                     self._notify()
                     self._work.wait_for(lambda: self._scheduler.drained or not self.healthy)
                     self._check_open(changing=True)
-                try:
-                    yield pause
-                    self._unavailable = then
-                except BaseException as error:
-                    if pause.changed:
-                        self._unavailable = f"{otherwise}: {_text(error)}"
-                    raise
-                finally:
-                    with self._lock:
-                        if self.healthy and pause.changed:
-                            self._scheduler.pool.forget()
+                yield pause
+                self._unavailable = then
+            except BaseException as error:
+                if pause.changed:
+                    self._unavailable = f"{otherwise}: {_text(error)}"
+                raise
             finally:
                 with self._lock:
+                    if self.healthy and pause.changed:
+                        self._scheduler.pool.forget()
                     self._scheduler.pausing = False
                     self._notify()
 
@@ -640,7 +630,6 @@ class Engine:
                 return None  # running requests hold all blocks, so a forward has worked
             pool.reserve(probe.blocks, 0, 1)
         try:
-        samples: dict[Request, list[Sampled]] = {}
             self.runner.forward(Batch((Chunk(probe, 0, 1),), ()))
         except Exception as error:  # as in `_compute`
             return _text(error)
@@ -665,10 +654,9 @@ class Engine:
     def _sample(self, batch: Batch, logits: Any) -> dict[Request, list[Sampled] | str]:
         """For each request that samples from the batch: the accepted draft tokens and one more, or an error text."""
         rows: list[LogitsRow] = []
-                elif request in samples:
-                    drawn[request] = "no token can be chosen: logits are not finite, or every token is forbidden"
         places: list[int] = []  # the logits row of each of `rows`; siblings sample from the same ones
         place = 0
+        samples: dict[Request, list[Sampled]] = {}
         drawn: dict[Request, list[Sampled] | str] = {}
         for chunk in batch.chunks:
             self._score(chunk, logits, place)
@@ -693,6 +681,8 @@ class Engine:
             for request in receivers(chunk):
                 if ones := samples.get(request):
                     drawn[request] = ones[: len(accept(chunk.draft[: len(ones) - 1], [one.token for one in ones]))]
+                elif request in samples:
+                    drawn[request] = "no token can be chosen: logits are not finite, or every token is forbidden"
         return drawn
 
     def _score(self, chunk: Chunk, logits: Any, place: int) -> None:

@@ -347,10 +347,10 @@ class InferenceEngine:
                 if feed.can_submit:
                     submitting = loop.run_in_executor(None, feed.submit)
                     await asyncio.shield(submitting)  # the thread cannot be stopped, and its handles must be cancelled later
-                if feed.blocked:
-                    await asyncio.sleep(_RETRY)
-                else:
+                if feed.live:
                     yield feed.take(*await outputs.get())
+                else:
+                    await asyncio.sleep(_RETRY)
         finally:
             if submitting is None or submitting.done():
                 feed.cancel()
@@ -371,10 +371,10 @@ class InferenceEngine:
                 yield Delta("", ())  # consumed below: closing a generator that has not started would skip its `finally`
                 while not feed.over:
                     feed.submit()
-                    if feed.blocked:
-                        time.sleep(_RETRY)
-                    else:
+                    if feed.live:
                         yield feed.take(*outputs.get())
+                    else:
+                        time.sleep(_RETRY)
             finally:
                 feed.cancel()
                 del owner
@@ -428,13 +428,8 @@ class _Feed:
         self.engine, self.params, self.n, self.send, self.whose = engine, params, n, send, whose
         self.pending = deque((number, engine.encode(prompt)) for number, prompt in enumerate(batch))
         self.handles: list[Handle] = []
-        self.live = 0  # unfinished answers
+        self.live = 0  # unfinished answers; while there are none, no output arrives
         self.queue_free = True  # until the engine reports that its queue is full
-
-    @property
-    def blocked(self) -> bool:
-        """No output arrives before another prompt is submitted."""
-        return self.live == 0
 
     @property
     def over(self) -> bool:

@@ -84,8 +84,7 @@ def open_decoder(
     from slipstream.inference.decoder import head_shapes
 
     config, ranks = replace(config, max_context=_context(config.max_context, sizes)), sizes.ranks
-    on_cpu = device.type == "cpu"
-    reason = native.why_not(config) if on_cpu else _why_no_kernels(config, weights, device)
+    on_cpu, reason = device.type == "cpu", _why_no_kernels(config, weights, device)
     cache_dtype = torch.bfloat16 if on_cpu and reason is None and dtype == torch.float16 else dtype
     blocks = _blocks(head_shapes(config), cache_dtype, sizes, config.max_context, device)
     blocks = blocks if ranks is None else min(ranks.gather(blocks))
@@ -119,8 +118,7 @@ def open_encoder(
         raise ValueError("a model that embeds texts has all layers in memory: leave out weights_bytes and weights_folder")
     config = replace(config, max_context=_context(config.max_context, sizes))
     blocks = max(-(-config.max_context // BLOCK_SIZE), 2 * ROWS // BLOCK_SIZE)
-    on_cpu, ranks = device.type == "cpu", sizes.ranks
-    reason = native.why_not(config) if on_cpu else _why_no_kernels(config, weights, device)
+    on_cpu, ranks, reason = device.type == "cpu", sizes.ranks, _why_no_kernels(config, weights, device)
     if ranks is not None:
         ranks.max_rows = max(ranks.gather(max(ROWS, config.max_context)))
     if on_cpu and reason is None:
@@ -178,8 +176,9 @@ def _workers(runner: NativeDecoder) -> str:
 
 
 def _why_no_kernels(config: TransformerConfig, weights: DecoderWeights, device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"on {device.type}"
+    """On a CPU the native ones, else Triton's."""
+    if device.type == "cpu":
+        return why_not_native(config, device)
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from slipstream.inference import cuda

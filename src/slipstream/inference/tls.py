@@ -155,9 +155,6 @@ class Encrypted:
     def close(self) -> None:
         self._connection.close()
 
-    def setsockopt(self, level: int, name: int, value: int) -> None:
-        self._connection.setsockopt(level, name, value)
-
 
 class _Decrypted(io.RawIOBase):
     def __init__(self, connection: Encrypted, held: io.RawIOBase) -> None:

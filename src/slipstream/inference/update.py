@@ -6,6 +6,7 @@ any order and reads each once. The peak of additional memory is one matrix durin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from slipstream.inference.models import Pick, canonical, head_name, is_surplus, 
 from slipstream.inference.quantize import to_int4, to_int8
 from slipstream.inference.weights import Codes, DecoderWeights, Int4, Int8, Matrix, leaves
 
-_WRAPPERS = ("base_model.model.", "module.", "_orig_mod.")  # PEFT's, DDP's and torch.compile's prefixes
+_WRAPPERS = re.compile(r"^((base_model\.model|module|_orig_mod)\.)+")  # the prefixes of PEFT, DDP and torch.compile
 
 
 class WeightForm(NamedTuple):
@@ -48,18 +49,14 @@ class WeightForm(NamedTuple):
         return type(matrix)(*(part.to(self.device) for part in matrix))
 
 
-class WeightPlace(NamedTuple):
-    """The roles that a tensor of the model fills."""
-
-    shape: tuple[int, ...]
-    parts: list[tuple[str, Pick]]  # (role, what picks its part of the tensor)
+Places = Mapping[str, tuple[tuple[int, ...], list[tuple[str, Pick]]]]  # of a tensor: its shape, its roles, what picks their parts
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTarget:
     """The names, roles and forms of an engine's weights."""
 
-    places: Mapping[str, WeightPlace]
+    places: Places
     forms: Mapping[str, WeightForm]  # by role
     idle: frozenset[str]  # names that are accepted and ignored
     rename: Callable[[str], str] = str  # to the names of `places`
@@ -70,13 +67,13 @@ class UpdateTarget:
         forms.setdefault("head", forms["embed"])  # tied
         idle = frozenset([head_name(config)] if is_surplus(config, head_name(config)) else [])
         rename = partial(canonical, FAMILIES[config.family])
-        return cls({name: WeightPlace(*place) for name, place in places(config).items()}, forms, idle, rename)
+        return cls(places(config), forms, idle, rename)
 
     @classmethod
     def module(cls, model: torch.nn.Module) -> UpdateTarget:
         """A live model's parameters; the role of each is its name."""
         named = dict(model.named_parameters())
-        places = {name: WeightPlace(tuple(one.shape), [(name, lambda w: w)]) for name, one in named.items()}
+        places: Places = {name: (tuple(one.shape), [(name, lambda w: w)]) for name, one in named.items()}
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named.keys()
         buffers = {name for name, _ in model.named_buffers()}
         return cls(places, {name: WeightForm.of(one.data) for name, one in named.items()}, frozenset(tied | buffers))
@@ -87,9 +84,9 @@ class UpdateTarget:
 
         Raises ValueError if a name is unknown, a shape is wrong or weights are missing.
         """
-        missing = {role for place in self.places.values() for role, _ in place.parts}
+        missing = {role for _, parts in self.places.values() for role, _ in parts}
         for full_name, tensor in tensors:
-            name = self.rename(_without_wrappers(full_name))
+            name = self.rename(_WRAPPERS.sub("", full_name))
             if name in self.idle or name.endswith("rotary_emb.inv_freq"):
                 continue
             if name not in self.places:
@@ -102,11 +99,5 @@ class UpdateTarget:
                 put(role, self.forms[role].convert(pick(source)))
                 missing.discard(role)
         if missing:
-            lacking = [name for name, place in self.places.items() if missing.intersection(role for role, _ in place.parts)]
+            lacking = [name for name, (_, parts) in self.places.items() if missing.intersection(role for role, _ in parts)]
             raise ValueError(f"{len(missing)} weights are missing: {', '.join(lacking[:3])}{', ...' if len(lacking) > 3 else ''}")
-
-
-def _without_wrappers(name: str) -> str:
-    while prefix := next((prefix for prefix in _WRAPPERS if name.startswith(prefix)), ""):
-        name = name.removeprefix(prefix)
-    return name

@@ -177,29 +177,25 @@ def _nbytes(message: Sequence[Any]) -> int:
 
 
 def _plain(value: Any) -> Any:
+    """An output as the list of its fields."""
+    if isinstance(value, Finish):
+        return value.value
     if not isinstance(value, Output):
         raise TypeError(f"a {type(value).__name__} is no part of a message")
-    packed = [value.index, value.text, value.token_ids]
-    if value.finish is not None or value.logprobs or value.prompt_logprobs is not None:
-        finish = None if value.finish is None else value.finish.value
-        packed += [finish, value.usage, value.error, value.logprobs, value.prompt_logprobs]
-    return packed
+    return [getattr(value, one.name) for one in fields(Output)]
 
 
 def output_of(packed: Sequence[Any]) -> Output:
-    index, text, tokens, *more = packed
-    if not more:
-        return Output(index, text, tuple(tokens))
-    finish, usage, error, logprobs, scored = more
+    index, text, tokens, logprobs, finish, usage, error, scored = packed
     return Output(
         index,
         text,
         tuple(tokens),
         tuple(_logprob(*one) for one in logprobs),
-        None if finish is None else Finish(finish),
-        None if usage is None else Usage(*usage),
+        finish and Finish(finish),
+        usage and Usage(*usage),
         error,
-        None if scored is None else tuple(None if one is None else _logprob(*one) for one in scored),
+        None if scored is None else tuple(one and _logprob(*one) for one in scored),
     )
 
 
