@@ -624,6 +624,7 @@ def test_tensors_as_in_transformers() -> None:
         ids_out = engine.generate(ids, attention_mask=mask, max_new_tokens=20)
         assert ids_out.tolist() == [[0, *b"abc", *b"hello", END], [*b"wxyz", *b"hello", END]]
         assert engine.generate(input_ids=ids[1], max_new_tokens=2, do_sample=False, num_beams=1).tolist() == [*b"wxyzhe"]
+        assert engine.generate(ids[:0]).shape == (0, 4)
 
 
 def test_left_midway() -> None:

@@ -407,7 +407,7 @@ class InferenceEngine:
             return deltas
         answers = [torch.tensor(one.token_ids, dtype=ids.dtype) for one in _assemble(deltas, len(batch), n, params)]
         fill = next(iter(sorted(self.engine.end_ids)), 0) if pad is None else pad
-        padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=fill)
+        padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=fill) if answers else rows[:, :0]
         full = torch.cat([rows.repeat_interleave(n, 0), padded.to(rows.device)], 1)
         return full if ids.dim() == 2 or n > 1 else full[0]
 

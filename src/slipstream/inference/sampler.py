@@ -81,21 +81,20 @@ class _Kernel:
     """The C version of `_twin`, for all rows of a call, on the threads that torch has."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._vocab_size, self._rows = vocab_size, (_Sampling * 0)()
+        self._vocab_size = vocab_size
         self._team = Team(min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS))
         pointer, long = ctypes.c_void_p, ctypes.c_int64
         self._choose = build.function("slipstream_choose", ctypes.c_int, pointer, pointer, long, long, pointer)
 
     def __call__(self, logits: Floats, rows: Sequence[LogitsRow]) -> list[int]:
         """The token of each row, or -1 if none can be sampled. `logits`: [rows, vocab], contiguous, with the rows' edits."""
-        if len(rows) > len(self._rows):
-            self._rows = (_Sampling * len(rows))()
-        at, step, tokens = logits.ctypes.data, logits.strides[0], (ctypes.c_int64 * len(rows))()
-        for record, row in zip(self._rows, rows, strict=False):
+        records, tokens = (_Sampling * len(rows))(), (ctypes.c_int64 * len(rows))()
+        at, step = logits.ctypes.data, logits.strides[0]
+        for record, row in zip(records, rows, strict=True):
             _fill(record, row, self._vocab_size)
             record.logits = at
             at += step
-        if self._choose(self._team.handle, self._rows, len(rows), self._vocab_size, tokens):
+        if self._choose(self._team.handle, records, len(rows), self._vocab_size, tokens):
             raise MemoryError(f"no memory to sample {len(rows)} rows")
         return list(tokens)
 
