@@ -143,7 +143,7 @@ def test_encoders_by_kernels(family: str, head: str) -> None:
     torch.testing.assert_close(engine(*more_words)[0], reference(*more_words)[0], rtol=1e-3, atol=1e-3)
     with torch.no_grad():  # changed weights are seen
         for one in (model, reference):
-            one.get_input_embeddings().weight.mul_(2)
+            one.get_input_embeddings().weight.data.mul_(2)
     assert engine(**inputs)[0].equal(reference(**inputs)[0])
 
 
@@ -209,6 +209,10 @@ def test_generates_transformers_text(monkeypatch: pytest.MonkeyPatch) -> None:
         assert engine.generate(**settings).equal(expected), settings
     for one in (model, reference):
         one.get_input_embeddings().weight.mul_(-1)
+    assert engine.generate(**greedy[0]).equal(reference.generate(**greedy[0]))
+    for weight in model.parameters():  # as weights are synced
+        weight.data.copy_(weight.flip(0))
+    reference.load_state_dict(model.state_dict())
     assert engine.generate(**greedy[0]).equal(reference.generate(**greedy[0]))
 
 

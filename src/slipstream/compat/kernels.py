@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -63,12 +63,29 @@ def _product(packed: PackedLinear, x: Tensor, bias: Tensor | None) -> Tensor:
     return packed(x) if bias is None else packed(x) + bias
 
 
+class _Watched:
+    """Tells whether weights have changed since it was made. A write to `.data` has no version; a value of each parameter shows what
+    syncs or merges weights."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        middles = [parameter.detach().reshape(-1)[parameter.numel() // 2 :][:1] for parameter in self._parameters]
+        self._probes = [torch.zeros(1), *middles]
+        self._seen = self._now()
+
+    def _now(self) -> tuple[list[tuple[int, int]], Tensor]:
+        return [(parameter._version, parameter.data_ptr()) for parameter in self._parameters], torch.cat(self._probes)
+
+    def has_changed(self) -> bool:
+        (places, values), (before, seen) = self._now(), self._seen
+        return places != before or not values.equal(seen)
+
+
 class Encoder:
     """The native forward of an encoder: token ids to the last hidden states."""
 
     def __init__(self, runner: NativeDecoder, parameters: list[nn.Parameter], num_types: int, pad: int | None) -> None:
-        self._runner, self._parameters, self._num_types, self._pad = runner, parameters, num_types, pad
-        self._versions = self._now()
+        self._runner, self._weights, self._num_types, self._pad = runner, _Watched(parameters), num_types, pad
         self._running = threading.Lock()
 
     @classmethod
@@ -112,12 +129,9 @@ class Encoder:
         kept = mask.bool()
         return float((ours[kept] - own[kept]).norm() / own[kept].norm())
 
-    def _now(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
-
     def hidden(self, ids: Tensor, mask: Tensor | None, types: Tensor | None) -> Tensor | None:
         """Token ids, mask and types [texts, tokens] -> fp32 [texts, tokens, hidden], 0 where the mask is; None for others."""
-        if self._versions != self._now() or any(
+        if self._weights.has_changed() or any(
             one is not None and (one.shape != ids.shape or one.dim() != 2 or one.device.type != "cpu") for one in (ids, mask, types)
         ):
             return None
@@ -187,8 +201,7 @@ class Decoder:
     def __init__(self, model: Any, kind: str | None) -> None:
         self._model, self._kind = model, kind
         self._engine: InferenceEngine | None = None
-        self._versions: list[int] = []
-        self._parameters: list[nn.Parameter] = []
+        self._weights = _Watched([])
         generates = hasattr(model, "can_generate") and model.can_generate()
         self._known = generates and next(model.parameters()).device.type == "cpu" and is_known(model, torch.device("cpu"))
         self._opening = threading.Lock()
@@ -198,13 +211,11 @@ class Decoder:
     def _opened(self) -> InferenceEngine | None:
         """The engine; None if these weights run only in the module."""
         with self._opening:
-            versions = [] if self._kind == "int8" else [parameter._version for parameter in self._parameters]
-            if self._engine is None or versions != self._versions:
+            if self._engine is None or self._weights.has_changed():
                 if self._engine is not None:
                     self._engine.close()
                 self._engine = init_inference(self._model, dtype=self._kind or "stored", device="cpu")
-                self._parameters = [] if self._kind == "int8" else list(self._model.parameters())
-                self._versions = [parameter._version for parameter in self._parameters]
+                self._weights = _Watched([] if self._kind == "int8" else self._model.parameters())
             self._known = isinstance(self._engine.engine.runner, NativeDecoder)
             return self._engine if self._known else None
 
