@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from slipstream.parallel.exchange import Exchange, enter, gather_from, leave, sc
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
     """The attribute at a path such as "encoder.layer.0"."""
-    return functools.reduce(getattr, module_name.split("."), model)
+    return operator.attrgetter(module_name)(model)
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:

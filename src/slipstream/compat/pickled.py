@@ -61,7 +61,13 @@ class DynamicLossScaler(LossScaler):
 
     def update_scale(self, overflow: bool) -> None:
         if overflow:
-            self._fall()
+            self.last_overflow_iter = self.cur_iter
+            if self.cur_hysteresis > 1:
+                self.cur_hysteresis -= 1
+            elif self.cur_scale == self.min_scale and self.raise_error_at_min_scale:
+                raise OverflowError(f"gradients are not finite at the lowest loss scale, {self.min_scale:g}")
+            else:
+                self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
         else:
             clean = self.cur_iter - self.last_overflow_iter - 1
             doubles = clean > 0 and clean % self.scale_window == 0
@@ -69,15 +75,6 @@ class DynamicLossScaler(LossScaler):
                 self.cur_hysteresis = self.delayed_shift
             self.cur_scale *= self.scale_factor if doubles else 1
         self.cur_iter += 1
-
-    def _fall(self) -> None:
-        self.last_overflow_iter = self.cur_iter
-        if self.cur_hysteresis > 1:
-            self.cur_hysteresis -= 1
-            return
-        if self.cur_scale == self.min_scale and self.raise_error_at_min_scale:
-            raise OverflowError(f"gradients are not finite at the lowest loss scale, {self.min_scale:g}")
-        self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
 
 
 @dataclass

@@ -102,9 +102,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
     if dist.is_initialized():
         total = total / dist.get_world_size()
         dist.all_reduce(total)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for param in params:
-        param.grad.detach().mul_(factor)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return total
 
 
