@@ -84,12 +84,33 @@ def test_an_unmodified_model(kind: str, stage: int, data: str) -> None:
 
 @distributed(world_size=2)
 def test_ranks_of_a_sequence_with_other_batches_are_refused() -> None:
-    """They would train on half of each, without an error."""
-    engine = slipstream.initialize(model=build("llama"), config=settings(1, sequence_parallel_size=2))[0]
+    """They would train on half of each, without an error; lengths that differ later, too, would end in gloo's abort."""
+    transport = {"slipstream": {"transport": "gloo"}}
+    engine = slipstream.initialize(model=build("llama"), config=settings(1, sequence_parallel_size=2, **transport))[0]
     with pytest.raises(ValueError, match=r"ranks 0 and 1 have shares of the same sequences \(sp\), and the inputs of its first"):
         engine(**batch(dist.get_rank()))
     engine.backward(engine(**batch(0)).loss)
     engine.step()
+    longer = {name: torch.cat([value] * (1 + dist.get_rank()), 1) for name, value in batch(1).items()}
+    shares = {"input_ids": longer["input_ids"], "shift_labels": longer["labels"]}
+    for items in (longer, shares):
+        with pytest.raises(ValueError, match=r"ranks 0 and 1 .* \(sp\), and the numbers of tokens differ \(12 and 24\)"):
+            engine(**items)
+    engine.backward(engine(**batch(1)).loss)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("kind", ["llama", "roberta"])
+def test_shares_without_positions(kind: str) -> None:
+    """Positions are those in the whole sequence, also of a model that counts them by its token ids."""
+    model = build(kind) if kind == "llama" else encoder("RobertaForMaskedLM")
+    items = batch(0)
+    expected = model(**items).logits.detach()
+    engine = slipstream.initialize(model=model, config=settings(1, sequence_parallel_size=2))[0]
+    part = slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
+    outputs = engine(input_ids=items["input_ids"][:, part], shift_labels=items["labels"][:, part])
+    torch.testing.assert_close(outputs.logits.detach(), expected[:, part], atol=3e-5, rtol=1e-5)
     engine.destroy()
 
 

@@ -1,8 +1,9 @@
-"""Whether ranks that compute one batch together are given the same one, and draw the same random numbers: at the first forward."""
+"""Whether ranks that compute one batch together are given the same one, and draw the same random numbers."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,33 +12,45 @@ from torch.utils import _pytree as pytree
 
 from slipstream.parallel.exchange import Exchange
 
+INPUTS = "inputs of its first forward"
 
-def check_first_inputs(model: nn.Module, exchange: Exchange, have: str, draws: bool = False, unless: str = "") -> None:
-    """Compare the inputs of the next forward over the ranks of an axis, once.
+
+def check_alike(exchange: Exchange, have: str, facts: Mapping[str, int]) -> None:
+    """Compare numbers over the ranks of an axis. Collective. Raises ValueError on all of them if one differs.
 
     Other inputs than a neighbor's would train a model that is none, without an error: each rank computes a part of each sum.
 
-    have: what of the model or batch the ranks have; draws: compare their random states, too; unless: a keyword argument with which
-    inputs may differ
+    have: what of the model or batch the ranks have; facts: the numbers, by what they tell of
     """
+    ranks = exchange.axis.ranks
+    rows = exchange.gather(torch.tensor([list(facts.values())], device=exchange.device), 0, [1] * exchange.size).tolist()
+    for what, first, *others in zip(facts, *rows, strict=True):
+        for rank, other in zip(ranks[1:], others, strict=True):
+            if other != first:
+                raise ValueError(
+                    f"ranks {ranks[0]} and {rank} have {have} ({exchange.axis.name}), and the {what} differ ({first} and {other}): "
+                    "give both the same seed and batches, by the loader of initialize(training_data=), or a sampler with "
+                    "num_replicas=engine.mesh.batch.size, rank=engine.mesh.batch.index"
+                )
+
+
+def checksum(tensors: Any) -> int:
+    """A number of the values of all tensors in a tree."""
+    crc = 0
+    for value in pytree.tree_leaves(tensors):
+        if isinstance(value, Tensor):
+            crc = zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return crc
+
+
+def check_first_inputs(model: nn.Module, exchange: Exchange, draws: bool) -> None:
+    """Compare the inputs of the next forward over the ranks that slice its layers, once. draws: and their random states."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()
-        if kwargs.get(unless) is not None:
-            return
-        axis, crc = exchange.axis, 0
-        for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and not (value.is_floating_point() and hasattr(module, "num_stages")):
-                crc = zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
-        drawn = zlib.crc32(torch.get_rng_state().numpy().tobytes()) if draws else 0
-        rows = exchange.gather(torch.tensor([[crc, drawn]], device=exchange.device), 0).tolist()
-        for what, column in (("inputs of its first forward", 0), ("state of its random generator", 1)):
-            for rank, row in zip(axis.ranks, rows, strict=True):
-                if row[column] != rows[0][column]:
-                    raise ValueError(
-                        f"ranks {axis.ranks[0]} and {rank} have {have} ({axis.name}), and the {what} differ: give both "
-                        "the same seed and batches, by the loader of initialize(training_data=), or a sampler with "
-                        "num_replicas=engine.mesh.batch.size, rank=engine.mesh.batch.index"
-                    )
+        if hasattr(module, "num_stages"):  # in a pipeline, floats are what the stage before sent
+            args, kwargs = pytree.tree_map_only(Tensor, lambda x: None if x.is_floating_point() else x, (args, kwargs))
+        facts = {INPUTS: checksum((args, kwargs)), "state of its random generator": checksum(torch.get_rng_state()) if draws else 0}
+        check_alike(exchange, "slices of the same layers", facts)
 
     handle = model.register_forward_pre_hook(compare, with_kwargs=True, prepend=True)

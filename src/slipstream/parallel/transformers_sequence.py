@@ -24,14 +24,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.parallel.exchange import Exchange, LocalExchange
+from slipstream.parallel.exchange import Exchange, LocalExchange, without_values
 from slipstream.parallel.ring import Mask, Span, deal_spans, ring_attention
+from slipstream.parallel.same_inputs import INPUTS, check_alike, checksum
 from slipstream.parallel.sequence import deal_heads, sequence_mean, ulysses_attention
 from slipstream.world.mesh import Axis
 
 NAME = "slipstream_ulysses"  # of the attention function
 _HOLDER = "_slipstream_sequences"  # attribute of a model's modules
-_BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels", "loss_mask")
+_BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "labels", "loss_mask")
 _LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}  # whether they shift labels
 _POOLS = re.compile(r"For(SequenceClassification|MultipleChoice|QuestionAnswering|NextSentencePrediction|PreTraining)|DoubleHeads")
 _TARGETS = ("labels", "shift_labels")
@@ -45,6 +46,7 @@ class Sequences:
         self.axis, self.is_ring = axis, is_ring
         self.hooks: list[Any] = []  # that call `begin` and `end` around the model's forward
         self.undo: list[Callable[[], None]] = []  # of what else was changed in the model
+        self.is_compared = False  # whether the ranks have been given the same batch
         self.spans: list[list[Span]] = []  # the tokens of each rank in the current forward
         self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it
         self.positions: Tensor | None = None  # [1 or b, S]; None: 0, 1, 2, ...
@@ -67,34 +69,59 @@ class Sequences:
             self.undo.pop()()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward's arguments for this rank."""
+        """A forward's arguments for this rank. Collective: the ranks' batches are compared."""
         self._masks.clear()
-        kwargs = dict(kwargs)
         if args:
             raise ValueError("with sequence_parallel_size, call the model with keywords (input_ids=..., labels=...)")
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
             raise ValueError("with sequence_parallel_size, the model needs input_ids or inputs_embeds")
-        is_shared = kwargs.get("shift_labels") is not None
-        kwargs["use_cache"] = False
-        if is_shared:
-            self.spans = deal_spans(tokens.shape[1] * self.axis.size, self.axis.size, causal=False)
-            self.positions = self._whole(kwargs.get("position_ids"))
-            self.padding = self._whole(kwargs.get("attention_mask"))
-        else:
-            kwargs = self._share(kwargs, tokens)
-        if self.padding is not None and (self.padding.dim() != 2 or bool(self.padding.all())):
-            if self.padding.dim() != 2:
-                raise ValueError("with sequence_parallel_size, attention_mask must be [b, S], or position_ids say what is packed")
-            self.padding = None
-        if self.positions is not None and not bool((self.positions.diff(dim=-1) != 1).any()):
+        padding, size, is_share = kwargs.get("attention_mask"), self.axis.size, kwargs.get("shift_labels") is not None
+        if padding is not None and padding.dim() != 2:
+            raise ValueError("with sequence_parallel_size, attention_mask must be [b, S], or position_ids say what is packed")
+        if not without_values(tokens):
+            self._compare(tokens, kwargs, is_share)
+        length = tokens.shape[1] * size if is_share else tokens.shape[1]
+        if length % size:
+            raise ValueError(
+                f"a sequence of {length} tokens cannot be shared by {size} ranks (sequence_parallel_size); pad it to "
+                f"{length + size - length % size} tokens (labels -100)"
+            )
+        self.spans = deal_spans(length, size, causal=self.is_ring and not is_share)
+
+        def whole(value: Tensor | None) -> Any:
+            return self.exchange.gather(value, 1, [length // size] * size) if is_share and value is not None else value
+
+        def share(value: Tensor) -> Tensor:
+            return torch.cat([value[:, slice(*span)] for span in self.spans[self.axis.index]], 1)
+
+        self.padding, self.positions = whole(padding), whole(kwargs.get("position_ids"))
+        shared = {name: value for name, value in kwargs.items() if name != "attention_mask"} | {"use_cache": False}
+        if not is_share:
+            if shared.get("labels") is not None and self.shifts:
+                shared["labels"] = F.pad(shared["labels"], (0, 1), value=-100)[:, 1:]
+            for name in _BY_TOKEN:
+                if isinstance(value := shared.get(name), Tensor) and value.dim() > 1 and value.shape[1] == length:
+                    shared[name] = share(value)
+        if self.positions is None:
+            at = torch.arange(length, device=tokens.device)[None] if self.offset is None else self.offset(whole(tokens))
+            shared["position_ids"] = share(at)
+        elif not bool((self.positions.diff(dim=-1) != 1).any()):
             self.positions = None
-        kwargs.pop("attention_mask", None)
-        if self.no_loss and any(kwargs.get(name) is not None for name in _TARGETS):
+        if self.padding is not None and bool(self.padding.all()):
+            self.padding = None
+        if self.no_loss and any(shared.get(name) is not None for name in _TARGETS):
             raise ValueError(self.no_loss)
         if self.loss is not None:
-            self.targets = {name: kwargs.pop(name) for name in (*_TARGETS, "num_items_in_batch") if kwargs.get(name) is not None}
-        return args, kwargs
+            self.targets = {name: shared.pop(name) for name in (*_TARGETS, "num_items_in_batch") if shared.get(name) is not None}
+        return args, shared
+
+    def _compare(self, tokens: Tensor, kwargs: dict[str, Any], is_share: bool) -> None:
+        """Raise ValueError on all ranks unless they have batches of one shape, and the first that is whole has the same values."""
+        facts = {"numbers of sequences": tokens.shape[0], "numbers of tokens": tokens.shape[1]}
+        facts[INPUTS] = 0 if is_share or self.is_compared else checksum(kwargs)
+        check_alike(self.exchange, "shares of the same sequences", facts)
+        self.is_compared = self.is_compared or not is_share
 
     def end(self, output: Any) -> Any:
         """A forward's output, with the loss that its class would have computed of this rank's share alone."""
@@ -103,34 +130,6 @@ class Sequences:
         if isinstance(output, tuple):
             return (self.loss(output[0], **self.targets), *output)
         return type(output)(**{**output, "loss": self.loss(output.logits, **self.targets)})
-
-    def _share(self, kwargs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
-        size, length = self.axis.size, tokens.shape[1]
-        if length % size:
-            raise ValueError(
-                f"a sequence of {length} tokens cannot be shared by {size} ranks (sequence_parallel_size); pad it to "
-                f"{length + size - length % size} tokens (labels -100)"
-            )
-        if kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = torch.arange(length, device=tokens.device).unsqueeze(0)
-            self.positions = None
-            if self.offset is not None:
-                kwargs["position_ids"] = self.offset(tokens)
-        else:
-            self.positions = kwargs["position_ids"]
-        self.padding = kwargs.get("attention_mask")
-        if kwargs.get("labels") is not None and self.shifts:
-            kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=-100)[:, 1:]
-        self.spans = deal_spans(length, size, causal=self.is_ring)
-        return {
-            name: torch.cat([value[:, slice(*span)] for span in self.spans[self.axis.index]], 1)
-            if isinstance(value, Tensor) and name in _BY_TOKEN and value.dim() > 1 and value.shape[1] == length
-            else value
-            for name, value in kwargs.items()
-        }
-
-    def _whole(self, share: Tensor | None) -> Tensor | None:
-        return None if share is None else self.exchange.gather(share, 1)
 
     def samples(self) -> Tensor | None:
         """The number of each token's packed sample, [1 or b, S]; None: there is one."""

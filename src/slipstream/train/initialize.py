@@ -199,10 +199,9 @@ class _Cut(NamedTuple):
         """Collective over the axes."""
         if self.slices is not None:
             self.slices.exchange = engine.exchange("tp")
-            check_first_inputs(engine.module, self.slices.exchange, "slices of the same layers", draws=self.slices.dropout)
+            check_first_inputs(engine.module, self.slices.exchange, draws=self.slices.dropout)
         if self.sequences is not None:
             self.sequences.exchange = engine.exchange("sp")
-            check_first_inputs(engine.module, self.sequences.exchange, "shares of the same sequences", unless="shift_labels")
             engine.states.resources["sequences"] = self.sequences
         self.experts.connect(engine.states.exchange)
         connect_experts(engine)
