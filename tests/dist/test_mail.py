@@ -78,6 +78,19 @@ def test_trees_arrive_as_they_were_sent(transport: str) -> None:
 
 
 @distributed(world_size=2)
+def test_messages_of_many_tensors_are_not_taken_for_those_of_another_key() -> None:
+    """Over gloo, where tags tell them apart."""
+    many = [torch.tensor([i]) for i in range(100)]
+    with connected("gloo", slots=2) as (mail, index):
+        if index == 0:
+            mail.send(KEYS[0], 1, many)
+            mail.send(KEYS[2], 1, tree(1))
+        else:
+            same(mail.receive(KEYS[2], 0), tree(1))
+            same(mail.receive(KEYS[0], 0), many)
+
+
+@distributed(world_size=2)
 def test_memory_of_arrived_messages_is_freed_without_a_flush() -> None:
     """Between GPUs; gloo's sends say only in a wait whether they have ended."""
 

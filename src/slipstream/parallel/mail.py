@@ -40,7 +40,7 @@ Key = tuple[str, int]
 Route = tuple[Key, int, int]  # key, source, target: places on the axis
 
 _SLICE = 0.25  # seconds: how long a wait sleeps between checks for failed peers
-_TAGS = 64  # of one key
+_TAGS = 1 << 16  # of one key: a message has no more tensors
 _PAGE = 4096
 _WORDS = 8  # of a slot in shared memory: number of the segment, its descriptor and bytes, bytes of the header
 
@@ -136,7 +136,7 @@ class GroupMail(Mail):
 
     def receive(self, key: Key, source: int) -> Any:
         size = self._take(key, source, 0, 1, torch.int64)
-        tree = pickle.loads(bytes(self._take(key, source, 1, int(size), torch.uint8).tolist()))
+        tree = pickle.loads(self._take(key, source, 1, int(size), torch.uint8).numpy().tobytes())
         tensors = [self._receive_tensor(key, source, i, form) for i, form in enumerate(_forms(tree))]
         return _unpack(tree, tensors)
 
