@@ -141,16 +141,8 @@ class Sequences:
             return None
         key = (length, causal, window, str(device))
         if key not in self._masks:
-            at = torch.arange(length, device=device)
-            allowed = (at[:, None] >= at[None, :]) if causal else torch.ones(length, length, dtype=torch.bool, device=device)
-            if window is not None:
-                allowed = allowed & ((at[:, None] - at[None, :]).abs() < window)
-            allowed = allowed[None, None]
-            sample = self.samples()
-            if sample is not None:
-                allowed = allowed & (sample[:, None, :, None] == sample[:, None, None, :])
-            if self.padding is not None:
-                allowed = allowed & self.padding.bool()[:, None, None, :]
+            allowed = Mask((), causal, window, self.samples(), self.padding).tile((0, length), (0, length), device)
+            if self.padding is not None and allowed is not None:
                 allowed = allowed | torch.eye(length, dtype=torch.bool, device=device)  # no row without a key
             self._masks[key] = allowed
         return self._masks[key]
