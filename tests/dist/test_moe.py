@@ -994,6 +994,20 @@ def test_an_all_to_all_that_is_not_awaited_does_no_harm(transport: str) -> None:
     engine.destroy()
 
 
+@distributed(world_size=2)
+def test_the_gradient_of_an_overlapped_all_to_all_has_one() -> None:
+    engine = make(toy.Net(), 0)
+    exchange, rank = engine.states.exchange(engine.mesh.dense.both), dist.get_rank()
+    rows = (torch.arange(6.0).view(3, 2) + rank).requires_grad_()
+    crossing = Crossing(exchange, [1, 2], [1 + rank, 1 + rank])
+    arrived = crossing.arrive(crossing.depart(rows))
+    (grad,) = torch.autograd.grad(arrived.pow(3).sum(), rows, create_graph=True)
+    assert torch.equal(grad, 3 * rows**2)
+    (second,) = torch.autograd.grad(grad.sum(), rows)
+    assert torch.equal(second, 6 * rows)
+    engine.destroy()
+
+
 class Balanced(nn.Module):
     def __init__(self, rate: float | None) -> None:
         super().__init__()

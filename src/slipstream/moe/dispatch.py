@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.moe.grouped import without_autocast
-from slipstream.parallel.exchange import Crossing, Exchange, even_shares, swap, without_values
+from slipstream.parallel.exchange import Crossing, Exchange, dual, even_shares, swap, without_values
 from slipstream.zero.hooks import eager
 
 Compute = Callable[[Tensor, list[int]], Tensor]  # rows sorted by this rank's experts, rows of each -> as many rows
@@ -49,7 +49,7 @@ def run_experts(
     Collective over the exchange, also for ranks without a token. Raises ValueError for an expert that is not in [0, num_experts).
     """
     order, counts = sort_routes(experts, kept, num_experts)
-    rows = _Spread.apply(x, order, experts.shape[1])
+    rows = _spread(x, order, experts.shape[1])
     return _Combine.apply(compute_sorted(rows, counts, num_experts, compute, exchange, meanwhile), weights, order)
 
 
@@ -75,9 +75,9 @@ def compute_sorted(
     receive = [sum(row) for row in table]
     rows = _cross(rows, exchange, send, receive, going)
     by_expert = _by_expert(table).to(rows.device)
-    rows = _Reorder.apply(rows, by_expert)
-    rows = compute(rows, [sum(column) for column in zip(*table, strict=True)])
-    return _cross(_Reorder.apply(rows, _inverse(by_expert)), exchange, receive, send, coming)
+    by_source = _inverse(by_expert)
+    rows = compute(_reorder(rows, by_expert, by_source), [sum(column) for column in zip(*table, strict=True)])
+    return _cross(_reorder(rows, by_source, by_expert), exchange, receive, send, coming)
 
 
 def _cross(rows: Tensor, exchange: Exchange, send: list[int], receive: list[int], meanwhile: Meanwhile) -> Tensor:
@@ -135,34 +135,20 @@ def _per_route(rows: Tensor, order: Tensor, num_tokens: int, k: int) -> Tensor:
     return full.view(num_tokens, k, rows.shape[1])
 
 
-class _Spread(torch.autograd.Function):
+def _spread(x: Tensor, order: Tensor, k: int) -> Tensor:
     """The sorted rows of tokens [T, d]. Backward: the sum over a token's routes."""
+    tokens, num_tokens = order if k == 1 else order // k, len(x)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.size = len(x), k
-        return x.index_select(0, order if k == 1 else order // k)
+    def of_tokens(grad: Tensor) -> Tensor:
+        per_route = _per_route(grad, order, num_tokens, k)
+        return per_route[:, 0] if k == 1 else per_route.sum(1, dtype=_sums(grad)).to(grad.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (order,) = ctx.saved_tensors
-        per_route = _per_route(grad, order, *ctx.size)
-        return (per_route[:, 0] if ctx.size[1] == 1 else per_route.sum(1, dtype=_sums(grad)).to(grad.dtype)), None, None
+    return dual(x, lambda x: x.index_select(0, tokens), of_tokens)
 
 
-class _Reorder(torch.autograd.Function):
+def _reorder(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """rows[order], for a permutation."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (order,) = ctx.saved_tensors
-        return grad.index_select(0, _inverse(order)), None
+    return dual(rows, lambda rows: rows.index_select(0, order), lambda grad: grad.index_select(0, inverse))
 
 
 class _Combine(torch.autograd.Function):

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerError, Watch
@@ -542,51 +541,29 @@ class Crossing:
 
     The backward mirrors it. Autograd runs the nodes that are ready in the reverse order of their forwards: `arrive` sends the
     gradients, those of what was computed in between come next, and `depart` waits for what it was sent. Bits are those of `swap`.
-    The gradient has no gradient of its own.
     """
 
     def __init__(self, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> None:
         self.exchange, self.send, self.receive = exchange, send, receive
-        self.rows: Pending[Tensor] = Pending(None)
-        self.grads: Pending[Tensor] = Pending(None)
+        self.moving: Pending[Tensor] = Pending(None)
 
     @eager
     def depart(self, rows: Tensor) -> Tensor:
         """Start. Returns a token for `arrive`, through which the gradient comes back."""
-        token: Tensor = _Depart.apply(rows, self)
-        return token
+        return dual(rows, lambda rows: self._start(rows, self.send, self.receive), self._finish)
 
     @eager
     def arrive(self, token: Tensor) -> Tensor:
         """The rows of all ranks for this one."""
-        rows: Tensor = _Arrive.apply(token, self)
-        return rows
+        return dual(token, self._finish, lambda grad: self._start(grad, self.receive, self.send))
 
-
-class _Depart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        crossing.rows = crossing.exchange.start_all_to_all(rows, crossing.send, crossing.receive)
+    def _start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        if torch.is_grad_enabled():  # a gradient that is to have one itself
+            self.moving = Pending(None, swap(rows, self.exchange, send, receive))
+        else:
+            self.moving = self.exchange.start_all_to_all(rows, send, receive)
         return rows.new_zeros(())
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grads, ctx.crossing.grads = ctx.crossing.grads.wait(), Pending(None)
-        return grads, None
-
-
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        rows, crossing.rows = crossing.rows.wait(), Pending(None)
+    def _finish(self, _: Tensor) -> Tensor:
+        rows, self.moving = self.moving.wait(), Pending(None)
         return rows
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        crossing = ctx.crossing
-        crossing.grads = crossing.exchange.start_all_to_all(grad, crossing.receive, crossing.send)
-        return grad.new_zeros(()), None

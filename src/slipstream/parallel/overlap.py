@@ -6,12 +6,12 @@ forward   a row layer's product is computed in chunks of rows: the sum of a chun
 [Note: Order of a backward] Autograd runs the node with the highest sequence number first; a node's number grows with its creation.
 The nodes of a region, with their numbers:
 
-    _Wait     n      x -> x; its backward waits for the sum
+    wait      n      x -> x; its backward waits for the sum
     _Weight   n + 1  weight, bias -> token, for each column layer; its backward computes their gradients
-    _Start    n + 2  x -> entered; its backward starts the sum
+    start     n + 2  x -> entered; its backward starts the sum
     _Product         entered, weight, bias, token -> y; its backward computes the gradient of `entered` only
 
-`_Weight` and `_Start` get their numbers by `_set_sequence_nr`. With other numbers, sums would overlap less, and have the same
+`_Weight` and `start` get their numbers by `_set_sequence_nr`. With other numbers, sums would overlap less, and have the same
 values. Parameters get their gradients from autograd, so hooks, accumulation and double backward are those of any layer.
 
 [Note: Rows] Matrix libraries compute a row of a product alike for any number of rows, except for very few: MKL takes another path
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from slipstream.parallel.exchange import Exchange, enter, even_shares, leave
+from slipstream.parallel.exchange import Exchange, dual, enter, even_shares, leave
 from slipstream.zero.comm import Pending
 from slipstream.zero.hooks import eager
 
@@ -37,13 +37,29 @@ _MOST_CHUNKS = 8
 
 
 class Region:
-    """One entry into column layers that share an input. `sum` is under way between the backwards of `_Start` and `_Wait`."""
+    """One entry into column layers that share an input. `sum` is under way between `start` and `wait`."""
 
     __slots__ = ("call", "number", "shape", "sum")
 
     def __init__(self, x: Tensor, exchange: Exchange, dim: int | None, sizes: Sequence[int] | None) -> None:
+        sizes = sizes or (None if dim is None else exchange.lengths(x, dim))
         self.call, self.shape, self.number = (exchange, dim, sizes), x.shape, 0
         self.sum: Pending[Tensor] | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        exchange, dim, sizes = self.call
+        return x.view_as(x) if dim is None else exchange.gather(x, dim, sizes)
+
+    def start(self, grad: Tensor) -> Tensor:
+        exchange, dim, sizes = self.call
+        if torch.is_grad_enabled():  # create_graph
+            return leave(grad, exchange, dim, sizes)
+        self.sum = exchange.start_sum(grad) if dim is None else exchange.start_reduce_scatter(grad, dim, sizes)
+        return grad.new_zeros(()).expand(self.shape)
+
+    def wait(self, grad: Tensor) -> Tensor:
+        pending, self.sum = self.sum, None
+        return grad if pending is None else pending.wait()
 
 
 @eager
@@ -54,8 +70,8 @@ def enter_region(
     if not (x.requires_grad and torch.is_grad_enabled()):
         return enter(x, exchange, dim, sizes), None
     region = Region(x, exchange, dim, sizes)
-    inside = _Wait.apply(x, region)
-    entered = _Start.apply(inside, region)
+    inside: Any = dual(x, lambda x: x.view_as(x), region.wait)
+    entered: Any = dual(inside, region.enter, region.start)
     number = inside.grad_fn._sequence_nr()
     region.number = number + 1
     entered.grad_fn._set_sequence_nr(number + 2)
@@ -72,38 +88,6 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, region: Regio
     token.grad_fn._set_sequence_nr(region.number)
     y: Tensor = _OverlappedProduct.apply(x, weight, bias, token, left)
     return y
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        ctx.region = region
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        pending, ctx.region.sum = ctx.region.sum, None
-        return (grad if pending is None else pending.wait()), None
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        ctx.region = region
-        exchange, dim, sizes = region.call
-        if dim is None:
-            return x.view_as(x)
-        region.call = exchange, dim, sizes or exchange.lengths(x, dim)
-        return exchange.gather(x, dim, region.call[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        region = ctx.region
-        if torch.is_grad_enabled():  # create_graph
-            return leave(grad, *region.call), None
-        exchange, dim, sizes = region.call
-        region.sum = exchange.start_sum(grad) if dim is None else exchange.start_reduce_scatter(grad, dim, sizes)
-        return grad.new_zeros(()).expand(region.shape), None
 
 
 class _Weight(torch.autograd.Function):
