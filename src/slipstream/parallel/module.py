@@ -11,12 +11,10 @@ with this key share. What a layer returns is the only argument of the next one, 
 from __future__ import annotations
 
 import logging
-import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from glob import glob
 from typing import Any, NamedTuple
 
 import torch
@@ -223,12 +221,6 @@ class PipelineModule(nn.Module):
         return [func for i in range(len(self.stages)) for func in self.chunk(i).funcs]
 
     @property
-    def fwd_map(self) -> dict[str, int]:
-        """The place in `forward_funcs` of each layer that has a name of its own."""
-        paths = [path for i in range(len(self.stages)) for path in self.chunk(i).paths]
-        return {path: i for i, path in enumerate(paths) if path.isdigit()}
-
-    @property
     def micro_offset(self) -> int:
         return self.chunk(0).micro_offset
 
@@ -236,14 +228,6 @@ class PipelineModule(nn.Module):
     def micro_offset(self, count: int) -> None:
         for i in range(len(self.stages)):
             self.chunk(i).micro_offset = count
-
-    @property
-    def _local_start(self) -> int:
-        return self.chunk(0).start
-
-    @property
-    def _local_stop(self) -> int:
-        return self.chunk(0).stop
 
     @property
     def _grid(self) -> PipelineParallelGrid:
@@ -307,20 +291,6 @@ class PipelineModule(nn.Module):
         """Sum the tied weights' gradients over the stages, for training without an engine."""
         for weight, group in self.get_tied_weights_and_groups():
             dist.all_reduce(weight.grad, group=group)
-
-    def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
-        places = self._topo.get_rank_repr(self.global_rank, omit_axes=["data"])
-        return os.path.join(checkpoints_path, str(tag), f"module-{places}" if places else "module")
-
-    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """DeepSpeed's file of a layer of this stage."""
-        place = self._topo.get_rank_repr(self.global_rank)
-        name = f"layer_{local_layer_idx + self._local_start:02d}{'-' if place else ''}{place}-model_states.pt"
-        return os.path.join(ckpt_dir, name)
-
-    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """The existing files of a layer: one for each slice."""
-        return sorted(glob(os.path.join(ckpt_dir, f"layer_{local_layer_idx + self._local_start:02d}-*model_states.pt")))
 
     def get_additional_losses(self) -> dict[str, Any] | None:
         """Losses to report beside the loss, by name; override it."""
