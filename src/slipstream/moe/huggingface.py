@@ -37,23 +37,7 @@ def adopt(module: Any) -> None:
         for param in module.parameters():
             if len(param) == module.num_experts:  # not an adapter's
                 mark_stack(param)
-        put_before(module, ForeignExperts)
-
-
-def put_before(module: nn.Module, ours: type) -> None:
-    """Put our class before that of a module, in place."""
-    module.__class__ = _before(ours, type(module))
-
-
-def _before(ours: type, theirs: type) -> type:
-    """A class that has ours before theirs, and pickles as this pair."""
-    reduced = lambda module, protocol: (_made, (ours, theirs), vars(module))  # noqa: E731
-    return class_before(ours, theirs, __module__=__name__, __reduce_ex__=reduced)
-
-
-def _made(ours: type, theirs: type) -> Any:
-    made: Any = _before(ours, theirs)
-    return made.__new__(made)
+        module.__class__ = class_before(ForeignExperts, type(module))
 
 
 def run_shared_ahead(experts: Any, layer: nn.Module) -> None:
@@ -64,7 +48,7 @@ def run_shared_ahead(experts: Any, layer: nn.Module) -> None:
     if not any(parts_of(param) for param in shared.parameters()):  # slices need the shape in which the layer calls them
         experts.ahead = Ahead(shared)
         vars(shared).update(ahead=experts.ahead)
-        put_before(shared, ForeignShared)
+        shared.__class__ = class_before(ForeignShared, type(shared))
 
 
 class Ahead:

@@ -31,9 +31,9 @@ from torch.utils import _pytree as pytree
 
 from slipstream.moe.dispatch import compute_sorted
 from slipstream.moe.grouped import is_autocast
-from slipstream.moe.huggingface import put_before
 from slipstream.moe.load import LoadMeter
 from slipstream.moe.routers import RouterBias
+from slipstream.parallel.around import class_before
 from slipstream.parallel.exchange import Exchange, even_shares, gather_from, scatter_to, without_values
 from slipstream.zero.hooks import eager
 from slipstream.zero.leaves import identity
@@ -83,15 +83,15 @@ def adopt_list(model: nn.Module, name: str) -> Any:
     modules = list(experts_in(experts))
     for place, module in enumerate(modules):
         vars(module).update(among=experts, place=place)
-        put_before(module, ListedExpert)
+        module.__class__ = class_before(ListedExpert, type(module))
     others = len(list(_called(layer, experts)))
     attributes = {"exchange": None, "tokens": None, "bias": None, "answer": None, "seen": None, "runs": False}
     meter = LoadMeter(len(modules), or_else=", or a module beside its experts such outputs" if others > 1 else "")
     vars(experts).update(attributes, owned=range(len(modules)), num_experts=len(modules), meter=meter)
     if layer is not experts:
         vars(layer).update(listed=experts)
-        put_before(layer, ListedLayer)
-    put_before(experts, ListedExperts)
+        layer.__class__ = class_before(ListedLayer, type(layer))
+    experts.__class__ = class_before(ListedExperts, type(experts))
     return experts
 
 

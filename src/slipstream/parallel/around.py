@@ -42,11 +42,21 @@ class _Wrapped:
 
 
 def class_before(ours: type, own: type, name: str = "", **attributes: Any) -> type:
-    """The class that has ours before a module's own one, by default under the name of that; the same one for the same pair."""
+    """The class that has ours before a module's own one, by default under the name of that; the same one for the same pair.
+
+    Its modules are pickled as of this pair, unless ours says otherwise.
+    """
     if (ours, own) not in _CLASSES:
-        names = {"__module__": own.__module__, "__qualname__": name or own.__qualname__, "__doc__": own.__doc__}
-        _CLASSES[ours, own] = type(name or own.__name__, (ours, own), names | attributes)
+        names = {"__module__": own.__module__, "__qualname__": name or own.__qualname__, "__doc__": own.__doc__} | attributes
+        if ours.__reduce_ex__ is object.__reduce_ex__:
+            names["__reduce_ex__"] = lambda module, protocol: (_made, (ours, own, name), vars(module))
+        _CLASSES[ours, own] = type(name or own.__name__, (ours, own), names)
     return _CLASSES[ours, own]
+
+
+def _made(ours: type, own: type, name: str) -> Any:
+    made: Any = class_before(ours, own, name)
+    return made.__new__(made)
 
 
 def wrap(module: nn.Module, around: Around) -> None:
