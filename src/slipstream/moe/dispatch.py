@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.moe.grouped import without_autocast
-from slipstream.parallel.exchange import Crossing, Exchange, dual, even_shares, swap, without_values
+from slipstream.parallel.exchange import Crossing, Exchange, dual, even_shares, gather_from, scatter_to, swap, without_values
 from slipstream.zero.hooks import eager
 
 Compute = Callable[[Tensor, list[int]], Tensor]  # rows sorted by this rank's experts, rows of each -> as many rows
@@ -36,6 +36,7 @@ def run_experts(
     compute: Compute,
     exchange: Exchange | None,
     meanwhile: Meanwhile = (),
+    tokens: Exchange | None = None,
 ) -> Tensor:
     """Send each token to its experts and return the weighted sum of what they compute.
 
@@ -45,12 +46,17 @@ def run_experts(
     kept         [T, k], bool; routes that are not kept count as zeros. None: all are kept
     exchange     over the ranks that have different experts; None: this rank has all
     meanwhile    what computes while rows travel: the first while they go to their experts, the others while they come back
+    tokens       over the ranks that have the same tokens, of which each sends a share; None: there are no others
 
     Collective over the exchange, also for ranks without a token. Raises ValueError for an expert that is not in [0, num_experts).
     """
+    if tokens is not None:
+        x, experts, weights = (scatter_to(each, tokens, 0) for each in (x, experts, weights))
+        kept = None if kept is None else scatter_to(kept, tokens, 0)
     order, counts = sort_routes(experts, kept, num_experts)
     rows = _spread(x, order, experts.shape[1])
-    return _Combine.apply(compute_sorted(rows, counts, num_experts, compute, exchange, meanwhile), weights, order)
+    out: Tensor = _Combine.apply(compute_sorted(rows, counts, num_experts, compute, exchange, meanwhile), weights, order)
+    return out if tokens is None else gather_from(out, tokens, 0)
 
 
 def compute_sorted(

@@ -19,7 +19,7 @@ from slipstream.moe.grouped import grouped_linear
 from slipstream.moe.load import LoadMeter
 from slipstream.moe.routers import RouterBias
 from slipstream.parallel.around import class_before
-from slipstream.parallel.exchange import Exchange, gather_from, scatter_to, without_values
+from slipstream.parallel.exchange import Exchange, without_values
 from slipstream.zero.leaves import mark_stack, parts_of
 
 _LAYOUT = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
@@ -135,11 +135,8 @@ class ForeignExperts(nn.Module):
         if self.ahead is not None and not (torch.compiler.is_compiling() or without_values(hidden_states)):
             travels = self.exchange is not None and self.exchange.size > 1 and self.tokens is None
             meanwhile = self.ahead.enter(hidden_states, travels=travels)
-        x, experts, weights = hidden_states, top_k_index, top_k_weights
-        if self.tokens is not None:
-            x, experts, weights = (scatter_to(each, self.tokens, 0) for each in (x, experts, weights))
-        out = run_experts(x, experts, weights, None, self.num_experts, self.compute, self.exchange, meanwhile)
-        return out if self.tokens is None else gather_from(out, self.tokens, 0)
+        routes = (hidden_states, top_k_index, top_k_weights, None, self.num_experts)
+        return run_experts(*routes, self.compute, self.exchange, meanwhile, self.tokens)
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         module: Any = self

@@ -21,7 +21,7 @@ from slipstream.moe.gate import Drop, Routes, Score
 from slipstream.moe.grouped import without_autocast
 from slipstream.moe.load import LoadMeter
 from slipstream.moe.stack import ExpertStack
-from slipstream.parallel.exchange import Exchange, gather_from, leave, scatter_to
+from slipstream.parallel.exchange import Exchange, leave
 from slipstream.parallel.tensor import OwnCuts, Planned, Stacked
 from slipstream.zero.hooks import eager
 
@@ -62,9 +62,6 @@ class Experts(Stacked):
         experts, weights, kept = routes.experts, routes.weights, routes.kept
         if self.region is not None:
             x, experts, weights, kept = self.region.enter((x, experts, weights, kept))
-        elif self.tokens is not None:
-            x, experts, weights = (scatter_to(each, self.tokens, 0) for each in (x, experts, weights))
-            kept = None if kept is None else scatter_to(kept, self.tokens, 0)
         alike: AbstractContextManager[Any] = nullcontext()
         is_apart = self.region is not None or self.tokens is not None
         if is_apart and any("Dropout" in type(module).__name__ for module in self.stack.modules()):
@@ -74,10 +71,8 @@ class Experts(Stacked):
             meanwhile = ()
             alike = torch.random.fork_rng([x.device] if x.is_cuda else [])
         with alike:
-            out = run_experts(x, experts, weights, kept, self.num_experts, self.stack, self.exchange, meanwhile)
-        if self.region is not None:
-            return self.region.leave(out)
-        return out if self.tokens is None else gather_from(out, self.tokens, 0)
+            out = run_experts(x, experts, weights, kept, self.num_experts, self.stack, self.exchange, meanwhile, self.tokens)
+        return out if self.region is None else self.region.leave(out)
 
     @property
     def own_cuts(self) -> OwnCuts:

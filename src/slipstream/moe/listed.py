@@ -35,6 +35,7 @@ from slipstream.moe.load import LoadMeter
 from slipstream.moe.routers import RouterBias
 from slipstream.parallel.around import class_before
 from slipstream.parallel.exchange import Exchange, even_shares, gather_from, scatter_to, without_values
+from slipstream.parallel.tensor import generators
 from slipstream.zero.hooks import eager
 from slipstream.zero.leaves import identity
 from slipstream.zero.trees import tensors_in
@@ -209,10 +210,10 @@ def _run(layer: nn.Module, experts: ListedExperts, forward: Forward, args: Any, 
 def _run_apart(
     layer: nn.Module, experts: ListedExperts, forward: Forward, metered: Forward, inputs: Sequence[Tensor], args: Any, kwargs: Any
 ) -> Any:
-    versions, draws = [x._version for x in inputs], _Draws(inputs[0].device)
+    versions, draws = [x._version for x in inputs], generators(inputs[0].device)
     calls: list[_Asked] = []
     others = _Others(layer, experts, draws)
-    first = draws.now()
+    first = _states(draws)
     with others.watched(others.compute), experts.answering(partial(_note, calls)):
         forward(*args, **kwargs)
     if [x._version for x in inputs] != versions:
@@ -220,18 +221,18 @@ def _run_apart(
             f"{type(layer).__name__} changes its input in place, and its forward runs twice if its experts are split over ranks: "
             "let it change a copy, or use autoep_size 1"
         )
-    has_drawn = draws.have_moved(first)
+    has_drawn = not all(map(torch.equal, first, _states(draws)))
     rows = _computed(experts, calls, inputs[0])
-    last = draws.now()
+    last = _states(draws)
     if has_drawn:
-        draws.go(first)
+        _go_on(draws, first)
     due = deque(zip(calls, rows.split([_num_rows(call.x) for call in calls]), strict=True))
     with others.watched(others.repeat), experts.answering(partial(_give, layer, due)):
         output = metered(*args, **kwargs)
     if due:
         raise _differs(layer, f"called expert {due[0][0].place}", "did not")
     if has_drawn:
-        draws.go(last)
+        _go_on(draws, last)
     if len(rows):
         return output
     own = {id(param) for param in experts.parameters()}
@@ -356,22 +357,13 @@ def _tied(output: Any, sources: Sequence[Tensor]) -> Any:
     return pytree.tree_unflatten(leaves, form)
 
 
-class _Draws:
-    """The states of the random generators of a device."""
+def _states(draws: Sequence[torch.Generator]) -> list[Tensor]:
+    return [generator.get_state() for generator in draws]
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
 
-    def now(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else [])]
-
-    def have_moved(self, since: Sequence[Tensor]) -> bool:
-        return not all(map(torch.equal, since, self.now()))
-
-    def go(self, states: Sequence[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.cuda.set_rng_state(state, self.device)
+def _go_on(draws: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(draws, states, strict=True):
+        generator.set_state(state)
 
 
 class _Result(NamedTuple):
@@ -396,7 +388,7 @@ def _identities(value: Any) -> list[Any]:
 class _Others:
     """The other modules of a layer, and what they computed in the first run."""
 
-    def __init__(self, layer: nn.Module, experts: nn.Module, draws: _Draws) -> None:
+    def __init__(self, layer: nn.Module, experts: nn.Module, draws: Sequence[torch.Generator]) -> None:
         self.draws = draws
         self.results: dict[nn.Module, deque[_Result]] = {module: deque() for module in _called(layer, experts)}
 
@@ -415,11 +407,12 @@ class _Others:
                     vars(module)["forward"] = forward
 
     def compute(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        before = self.draws.now()
-        of_inputs = _identities((args, kwargs))
+        before, of_inputs = _states(self.draws), _identities((args, kwargs))
         output = forward(*args, **kwargs)
-        drawn = self.draws.now() if self.draws.have_moved(before) else None
-        self.results[module].append(_Result((args, kwargs), of_inputs, output, _identities(output), drawn))
+        drawn = _states(self.draws)
+        has_drawn = not all(map(torch.equal, before, drawn))
+        result = _Result((args, kwargs), of_inputs, output, _identities(output), drawn if has_drawn else None)
+        self.results[module].append(result)
         return output
 
     def repeat(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -428,7 +421,7 @@ class _Others:
         if result is None or not result.is_of((args, kwargs)):
             return forward(*args, **kwargs)
         if result.drawn is not None:
-            self.draws.go(result.drawn)
+            _go_on(self.draws, result.drawn)
         return result.output
 
 

@@ -44,6 +44,7 @@ _PRESETS: Mapping[str, Sequence[str]] = {
 _OF_PRESETS = re.compile(r"(^|\.)layers\.\d+\.mlp\.experts$")
 
 Connect = Callable[[str | Axis], Exchange]  # the exchange over an axis; collective at its first call
+Join = Callable[[Connect], None]  # connects a model's layers of experts to the ranks that have the others; collective
 
 
 class _RoutedLayer(NamedTuple):
@@ -77,25 +78,6 @@ def _over_tp(param: nn.Parameter) -> list[Part]:
     return [part for part in parts_of(param) if part.split.axis == "tp"]
 
 
-class ExpertRanks:
-    """The layers of a model whose experts are split.
-
-    apart  the layers that the ranks of a replica give different tokens
-    """
-
-    def __init__(self, layers: list[tuple[_RoutedLayer, Axis]], apart: list[_RoutedLayer], *, shares_tokens: bool) -> None:
-        self.layers, self.apart, self.shares_tokens = layers, apart, shares_tokens
-
-    def connect(self, connect: Connect) -> None:
-        """Collective over the axes."""
-        for layer in self.apart:
-            layer.module.apart = connect("tp")
-        for layer, axis in self.layers:
-            layer.module.exchange = connect(axis)
-            if self.shares_tokens and not layer.is_sliced:
-                layer.module.tokens = connect("tp")
-
-
 def choose_slices(model: nn.Module, mesh: Mesh, plan: ExpertPlan) -> None:
     """Let tp ranks slice the experts of our layers, unless these are split over more ranks than each slice has."""
     for module in model.modules():
@@ -104,8 +86,9 @@ def choose_slices(model: nn.Module, mesh: Mesh, plan: ExpertPlan) -> None:
             module.is_whole = (mesh.world.size // mesh.pp.size // mesh.tp.size) % size != 0
 
 
-def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_shares: bool) -> tuple[Mesh, ExpertRanks]:
-    """Cut the experts of every layer in place for this rank, after the slicing over tp. Returns the mesh with their families.
+def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_shares: bool) -> tuple[Mesh, Join]:
+    """Cut the experts of every layer in place for this rank, after the slicing over tp. Returns the mesh with their families, and
+    what connects the layers.
 
     token_shares: between sliced layers, tp ranks have different tokens.
 
@@ -130,8 +113,16 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
         _cut(layer, axis, done)
         run_shared_ahead(layer.module, model.get_submodule(layer.name.rpartition(".")[0]))
         placed.append((layer, axis))
-    apart = every if mesh.tp.size > 1 and token_shares else []
-    return mesh, ExpertRanks(placed, apart, shares_tokens=mesh.tp.size > 1 and not token_shares)
+
+    def join(connect: Connect) -> None:
+        for layer in every if mesh.tp.size > 1 and token_shares else ():  # which the ranks of a replica give different tokens
+            layer.module.apart = connect("tp")
+        for layer, axis in placed:
+            layer.module.exchange = connect(axis)
+            if mesh.tp.size > 1 and not token_shares and not layer.is_sliced:
+                layer.module.tokens = connect("tp")
+
+    return mesh, join
 
 
 def adopt_added(model: nn.Module, plan: ExpertPlan, known: Set[int]) -> None:

@@ -112,15 +112,14 @@ class Slices:
         if not self.dropout or self._outside is not None or device.type == "meta":
             return
         seed = int(torch.randint(1 << 48, ())) + _SEED_STEP * (1 + self.axis.index)
-        generators = _generators(device)
-        self._outside = [generator.get_state() for generator in generators]
-        for generator in generators:
+        self._outside = [generator.get_state() for generator in generators(device)]
+        for generator in generators(device):
             generator.manual_seed(seed)
 
     def draw_alike(self) -> None:
         """Continue with the default generators as they were at the beginning of the region."""
         if self._outside is not None:
-            for generator, state in zip(_generators(self.exchange.device), self._outside, strict=True):
+            for generator, state in zip(generators(self.exchange.device), self._outside, strict=True):
                 generator.set_state(state)
             self._outside = None
 
@@ -197,9 +196,12 @@ class Stacked(Planned):
     region: StackRegion | None = None
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    on_device = [torch.cuda.default_generators[device.index or torch.cuda.current_device()]] if device.type == "cuda" else []
-    return [torch.default_generator, *on_device]
+def generators(device: torch.device) -> list[torch.Generator]:
+    """The default ones, from which a layer on this device draws."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 class Sliced:

@@ -18,7 +18,7 @@ from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
 from slipstream.config.arguments import ConfigError, LoadedConfig, read_config
-from slipstream.moe.place import ExpertRanks, choose_slices, draws, split_experts
+from slipstream.moe.place import Join, choose_slices, draws, split_experts
 from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.onebit import OneBitSteps
@@ -193,7 +193,7 @@ class _Cut(NamedTuple):
 
     slices: Slices | None
     sequences: Sequences | None
-    experts: ExpertRanks
+    join_experts: Join
 
     def connect(self, engine: Engine) -> None:
         """Collective over the axes."""
@@ -203,7 +203,7 @@ class _Cut(NamedTuple):
         if self.sequences is not None:
             self.sequences.exchange = engine.exchange("sp")
             engine.states.resources["sequences"] = self.sequences
-        self.experts.connect(engine.states.exchange)
+        self.join_experts(engine.states.exchange)
         connect_experts(engine)
 
 
@@ -217,8 +217,8 @@ def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh
     slices = None if is_users else slice_model(model, mesh.tp, plan.tensor)
     if slices is not None:
         slices.dropout = slices.dropout or draws(model)
-    mesh, experts = split_experts(model, mesh, plan.experts, token_shares=plan.tensor.shares_tokens)
-    return mesh, _Cut(slices, serve_sequences(model, mesh.sp), experts)
+    mesh, join = split_experts(model, mesh, plan.experts, token_shares=plan.tensor.shares_tokens)
+    return mesh, _Cut(slices, serve_sequences(model, mesh.sp), join)
 
 
 def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, cut: _Cut) -> tuple[nn.Module, Any]:
