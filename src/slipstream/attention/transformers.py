@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.attention.layouts import MODES, layouts_of, sparsity_of
-from slipstream.attention.modules import SparseSelfAttention
+from slipstream.attention.modules import SparseSelfAttention, added
 from slipstream.config.huggingface import SPARSE_PATTERN
 from slipstream.ops.block_sparse import BlockLayout, block_sparse_attention
 
@@ -208,7 +208,5 @@ def _masks(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | 
         return None, None, None
     if mask.dtype == torch.int32:
         return None, mask[:, 0], None
-    added = mask.float()
-    if mask.dtype == torch.bool:
-        added = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
-    return (added, None, None) if mask.dim() == 2 else (None, None, added)
+    numbers = added(mask, "mul" if mask.dtype == torch.bool else "add")
+    return (numbers, None, None) if mask.dim() == 2 else (None, None, numbers)

@@ -39,8 +39,7 @@ def product(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def is_plain(layer: Any) -> bool:
     """Whether nothing would notice if this linear layer were not called."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) is nn.Linear and not any(hooks)
+    return type(layer) is nn.Linear and not _is_seen(layer)
 
 
 def feed_forward(x: Tensor, first: Any, last: Any, kind: Activation, up: Any = None) -> tuple[Tensor, Tensor | None]:

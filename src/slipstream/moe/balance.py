@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from slipstream.moe.layer import MoE
 from slipstream.moe.listed import ListedExperts
 from slipstream.moe.load import LoadMeter, Sum, entry, meters, sum_loads
 
-Move = Callable[[Tensor], object]  # takes signs [num_experts]: 1 raises an expert's bias by a step
+Move = Callable[[Tensor], object]  # takes signs [num_experts], int64: 1 raises an expert's bias by a step
 
 logger = logging.getLogger("slipstream.train")
 
@@ -58,17 +57,13 @@ def balancing(
 def _biases(model: nn.Module) -> Iterator[tuple[LoadMeter, Move]]:
     for module in model.modules():
         if isinstance(module, MoE) and module.balance is not None:
-            yield module.meter, partial(_move, module.balance)
+            yield module.meter, module.balance.add_
         elif isinstance(module, ForeignExperts | ListedExperts) and module.bias is not None:
             yield module.meter, module.bias.move
-
-
-def _move(bias: Tensor, signs: Tensor) -> None:
-    bias.add_(signs.to(bias.dtype))
 
 
 def balance(layers: Sequence[tuple[LoadMeter, Move]], total: Sum) -> None:
     """Move the biases of layers against the load of the step. Collective."""
     loads = total(torch.cat([meter.now[: meter.num_experts] for meter, _ in layers]))
     for (_, move), load in zip(layers, loads.split([meter.num_experts for meter, _ in layers]), strict=True):
-        move((load.sum() - load * len(load)).sign())
+        move((load.sum() - load * len(load)).sign().to(torch.int64))

@@ -141,21 +141,21 @@ def _without_rows(out: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 class GroupedLinear(nn.Module):
-    """`nn.Linear` of every expert: weight [experts, out, in], bias [experts, out]. Its owner sets the rows of each expert.
+    """`nn.Linear` of every expert: weight [experts, out, in], bias [experts, out]. Its owner sets the rows of each expert. It takes
+    the place of a layer that has such parameters.
 
     counts None: its parameters are for now those of one expert, and so are all rows. share_of_bias: what this rank adds of it to
     the sum of the ranks' slices.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Tensor
+    bias: Tensor | None
     counts: Sequence[int] | None = ()
     share_of_bias = 1.0
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
+        self.weight, self.bias = linear.weight, linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:

@@ -52,16 +52,11 @@ def _experts_of(module: nn.Module) -> Iterator[tuple[nn.Parameter, range]]:
     """The parameters of a layer with a meter, and the experts whose tensors this rank's part of each has, one after the other.
     Parameters of a layer with a meter inside of it are that layer's."""
     apart = {id(param) for inner in meters(module) if inner for param in module.get_submodule(inner).parameters()}
-    for param, experts in _stacked_in(module):
-        if id(param) not in apart:
-            yield param, experts
-
-
-def _stacked_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, range]]:
     if isinstance(module, ListedExperts):
         for place, expert in enumerate(experts_in(module)):
-            yield from ((param, range(place, place + 1)) for param in expert.parameters())
-    else:
-        for param in filter(is_stack, module.parameters()):
+            yield from ((param, range(place, place + 1)) for param in expert.parameters() if id(param) not in apart)
+        return
+    for param in module.parameters():
+        if is_stack(param) and id(param) not in apart:
             own = next((part.ranges for part in cuts_of(param) if part.split.axis == "ep"), None) or ((0, len(param)),)
             yield param, range(*own[0])

@@ -71,7 +71,8 @@ def set_routers(model: nn.Module, layers: Iterable[tuple[str, Any]], plan: Exper
                 f"{name!r}: {keys_of_routers(plan)} set no router of DeepSpeed's MoE: pass k and its like to the layer"
             )
     for key, value in values.items():
-        _tell_config(config, _SETTINGS[key].config, value)
+        if hasattr(config, name := _SETTINGS[key].config):
+            setattr(config, name, value)
     if "top_k" in values and hasattr(model, "num_experts_per_tok"):  # for its auxiliary loss
         vars(model)["num_experts_per_tok"] = values["top_k"]
 
@@ -84,11 +85,6 @@ def keys_of_routers(plan: ExpertPlan) -> str:
     """The keys of the config that set routers; "" for none."""
     names = [*_values(plan), *([] if plan.balance_rate is None else ["load_balance_coeff"])]
     return ", ".join(f"expert_parallel.{name}" for name in names)
-
-
-def _tell_config(config: Any, name: str, value: Any) -> None:
-    if name and hasattr(config, name):
-        setattr(config, name, value)
 
 
 def _set_ours(name: str, layer: MoE, values: Mapping[str, Any], rate: float | None) -> None:

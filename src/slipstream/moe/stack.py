@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,15 +131,9 @@ def _linear_only(expert: nn.Module) -> bool:
 
 def _grouped(skeleton: nn.Module) -> nn.Module:
     if isinstance(skeleton, nn.Linear):
-        return _as_grouped(skeleton)
+        return GroupedLinear(skeleton)
     for module in list(skeleton.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(module, name, _as_grouped(child))
+                setattr(module, name, GroupedLinear(child))
     return skeleton
-
-
-def _as_grouped(linear: nn.Linear) -> GroupedLinear:
-    grouped: Any = GroupedLinear(linear)
-    grouped.weight, grouped.bias = linear.weight, linear.bias  # both are stacks
-    return grouped

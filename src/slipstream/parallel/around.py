@@ -33,7 +33,8 @@ class _Wrapped:
             args, kwargs = change(self, args, kwargs) or (args, kwargs)
         output = call(*args, **kwargs)
         for change in vars(self).get(_BEHIND, ()):
-            output = _changed(output, change(self, args, output))
+            new = change(self, args, output)
+            output = output if new is None else new
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -48,7 +49,7 @@ def class_before(ours: type, own: type, name: str = "", **attributes: Any) -> ty
     """
     if (ours, own) not in _CLASSES:
         names = {"__module__": own.__module__, "__qualname__": name or own.__qualname__, "__doc__": own.__doc__} | attributes
-        if ours.__reduce_ex__ is object.__reduce_ex__:
+        if not any("__reduce_ex__" in vars(each) for each in ours.__mro__[:-1]):
             names["__reduce_ex__"] = lambda module, protocol: (_made, (ours, own, name), vars(module))
         _CLASSES[ours, own] = type(name or own.__name__, (ours, own), names)
     return _CLASSES[ours, own]
@@ -92,10 +93,6 @@ def connect_behind(block: nn.Module, change: Callable[..., Any]) -> None:
 def _unless_wrapped(change: Callable[..., Any]) -> Callable[..., Any]:
     """A hook of a block without wrappers: a wrapped one makes the change itself."""
     return lambda block, *values: None if isinstance(block, _Wrapped) else change(block, *values)
-
-
-def _changed(value: Any, new: Any) -> Any:
-    return value if new is None else new
 
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

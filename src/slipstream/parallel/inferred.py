@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from slipstream.config.plan import TensorPlan
 from slipstream.parallel.exchange import Exchange, LocalExchange, connect_activations
@@ -118,7 +118,7 @@ def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mappin
     Raises ForwardError if the model cannot compute the inputs, OneTokenError if they show too little, and ValueError if no region
     can be cut, or one that the policy names.
     """
-    own: Any = tree_map(_detached, (tuple(inputs), dict(options)))
+    own: Any = tree_map_only(Tensor, Tensor.detach, (tuple(inputs), dict(options)))
     kept = copy.deepcopy(own)  # the forward may change them
     batch = next((len(x) for x in tree_leaves(own) if isinstance(x, Tensor) and x.dim() > 1), 1)
     modules = dict(model.named_modules())
@@ -425,10 +425,6 @@ def _outputs(module: nn.Module, block: _Block, rows: Sequence[str]) -> dict[str,
         for handle in handles:
             handle.remove()
     return None
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _as_float(value: Any) -> Any:

@@ -429,8 +429,8 @@ class _Slicing:
     def _column(self, name: str, module: nn.Module, how: Cut) -> None:
         gathers = how.whole and not (self.plan.vocab_head and self._is_head(name))
         self._linear(name, module, how, Column, 0, "lora_B", gathers=gathers)
-        if self._is_head(name) and not gathers:
-            self._local_loss()
+        if self._is_head(name) and not gathers and self.cut and hasattr(self.model, "loss_function"):
+            setattr(self.model, "loss_function", _ShiftedLoss(self.slices))  # noqa: B010 (a property of transformers')
 
     def _row(self, name: str, module: nn.Module, how: Cut) -> None:
         layer = self._linear(name, module, how, Row, 1, "lora_A", splits=how.whole)
@@ -456,7 +456,8 @@ class _Slicing:
 
     def _of_stack(self, name: str, layer: Any, how: Cut) -> None:
         """Cut a linear layer [experts, out, in] of a stack of experts."""
-        owner = next(module for path in _parents(name) if isinstance(module := self.modules[path], Stacked))
+        above = [each for path, each in self.modules.items() if name.startswith(f"{path}.".lstrip("."))]
+        owner = next(each for each in reversed(above) if isinstance(each, Stacked))
         if isinstance(layer, nn.Linear):
             raise ValueError(f"{name!r} is a layer of experts that run one by one, which cannot be sliced: keep it whole (skip)")
         dim = ("column", "row").index(how.kind)
@@ -632,11 +633,6 @@ class _Slicing:
             if isinstance(module, nn.Embedding) and name not in self.cuts and id(module.weight) in heads:
                 self._vocab(name, module, Cut("vocab"))
 
-    def _local_loss(self) -> None:
-        """Let the model's own loss read logits of this rank's share of the vocabulary."""
-        if self.cut and hasattr(self.model, "loss_function"):
-            setattr(self.model, "loss_function", _ShiftedLoss(self.slices))  # noqa: B010 (a property of transformers')
-
     def _check_attention(self, path: str) -> None:
         """Raise ValueError if the ranks that share tokens would attend to theirs only."""
         parents = [self.modules[name.rpartition(".")[0]] for name in self.cuts if name.startswith(f"{path}.")]
@@ -706,13 +702,6 @@ def _is_of_stack(module: nn.Module) -> bool:
     """Whether it is a linear layer of every expert of a stack."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, nn.Parameter) and weight.dim() == 3 and is_stack(weight)
-
-
-def _parents(name: str) -> Iterator[str]:
-    """The names of the modules that have one, from the inside; the last is ""."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def is_transposed(layer: Any) -> bool:
