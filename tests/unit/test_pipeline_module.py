@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.parallel.layers import LayerSpec, TiedLayerSpec, partition, partition_balanced, partition_uniform
-from slipstream.parallel.module import DualPipeVModule, PipelineModule, loop_stages
+from slipstream.parallel.module import DualPipeVModule, PipelineModule
+from slipstream.parallel.schedule import stages_of
 from tests.unit.test_compat import deepspeed  # noqa: F401 (a fixture)
 
 DIM, VOCAB = 8, 16
@@ -105,7 +106,7 @@ def test_a_stage_builds_its_own_layers_only() -> None:
 
 
 def test_stages_of_a_v_and_a_loop(caplog: pytest.LogCaptureFixture) -> None:
-    assert [loop_stages(r, 2, 3) for r in range(2)] == [(0, 2, 4), (1, 3, 5)]
+    assert [stages_of(2, "interleaved", r, 3) for r in range(2)] == [(0, 2, 4), (1, 3, 5)]
     layers = tied_layers()
     module = DualPipeVModule(layers, num_stages=1, loss_fn=F.cross_entropy, partition_method="uniform")
     assert not caplog.records

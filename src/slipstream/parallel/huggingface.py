@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from slipstream.config.plan import PipelinePlan
 from slipstream.parallel.around import connect_before, connect_behind
 from slipstream.parallel.layers import TIMINGS, partition, partition_balanced, partition_uniform
-from slipstream.parallel.module import Tied, loop_stages, v_stages
+from slipstream.parallel.module import Tied
+from slipstream.parallel.schedule import stages_of
 from slipstream.parallel.slicing import gather_behind, scatter_before
 from slipstream.parallel.tensor import Slices
 from slipstream.parallel.transformers_sequence import Sequences
@@ -103,8 +104,7 @@ class PipelinedDecoder(nn.Module):
         """The stages of the `index`-th of `size` pipeline ranks."""
         is_v = plan.schedule == "v"
         count = 2 if is_v else plan.chunks
-        stages = v_stages(index, size) if is_v else loop_stages(index, size, count)
-        return cls(model, size * count, stages, plan.partition, is_v=is_v, **parts)
+        return cls(model, size * count, stages_of(size, plan.schedule, index, count), plan.partition, is_v=is_v, **parts)
 
     def _part(self, model: nn.Module, stages: Sequence[int]) -> nn.Module:
         """A copy of the model with the layers and modules of some stages; other modules with parameters are absent."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from slipstream.activations.recompute import checkpoint
 from slipstream.parallel.layers import LayerSpec, TiedLayerSpec, partition
+from slipstream.parallel.schedule import Style, rank_of, stages_of
 from slipstream.parallel.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology, value_of
 from slipstream.world.mesh import nearest_divisor
 
@@ -38,16 +39,6 @@ class Tied(NamedTuple):
 
     key: str  # its name in the unsplit model
     places: tuple[tuple[int, str], ...]  # (stage, its name there), ascending
-
-
-def loop_stages(index: int, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
-    """The stages of a pipeline rank if consecutive stages go round the ranks."""
-    return tuple(range(index, num_ranks * num_chunks, num_ranks))
-
-
-def v_stages(index: int, num_ranks: int) -> tuple[int, ...]:
-    """The two stages of a pipeline rank if the stages go out to the last rank and back."""
-    return index, 2 * num_ranks - 1 - index
 
 
 class PipelineModule(nn.Module):
@@ -110,10 +101,8 @@ class PipelineModule(nn.Module):
         self.num_ranks = max(self._topo.get_dim("pipe"), 1)  # of the pipeline
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.stage_id = 0 if stages is not None else int(getattr(self._topo.get_coord(self.global_rank), "pipe", 0))
-        owned = [self._stages_of(index, num_chunks) for index in range(self.num_ranks)]
-        self._owners = {stage: index for index, each in enumerate(owned) for stage in each}
-        self.num_stages = len(self._owners)
-        self.stages = tuple(stages) if stages is not None else owned[self.stage_id]
+        self.num_stages = self.num_ranks * num_chunks
+        self.stages = stages_of(self.num_ranks, self._style, self.stage_id, num_chunks) if stages is None else tuple(stages)
         specs = list(layers)
         self._num_layers = len(specs)
         self.parts = self._divide(specs, partition_method, parts, example)
@@ -133,8 +122,10 @@ class PipelineModule(nn.Module):
         self._own_grid: PipelineParallelGrid | None = None
         self._tied_comms: dict[str, dict[str, Any]] | None = None
 
-    def _stages_of(self, index: int, num_chunks: int) -> tuple[int, ...]:
-        return loop_stages(index, self.num_ranks, num_chunks)
+    @property
+    def _style(self) -> Style:
+        """Of the order in which ranks have stages."""
+        return Style.V if self.is_v else Style.ONE_F_ONE_B
 
     def _divide(self, specs: list[Any], method: str, parts: Sequence[int] | None, example: Any) -> list[int]:
         if parts is None:
@@ -244,7 +235,7 @@ class PipelineModule(nn.Module):
 
     def stage_owner(self, layer_idx: int) -> int:
         """The pipeline rank that has a layer."""
-        return self._owners[self._stage_with(layer_idx)]
+        return rank_of(self.num_ranks, self._style, self._stage_with(layer_idx))
 
     def set_checkpoint_interval(self, interval: int) -> None:
         if interval < 0:
@@ -271,7 +262,7 @@ class PipelineModule(nn.Module):
         if self._tied_comms is None:
             self._tied_comms = {}
             for key in sorted(self._ties):
-                owners = sorted({self._owners[stage] for stage in self._ties[key]})
+                owners = sorted({rank_of(self.num_ranks, self._style, stage) for stage in self._ties[key]})
                 for pipe in self._grid.pipe_groups if len(owners) > 1 else ():
                     ranks = [pipe[owner] for owner in owners]
                     group = dist.new_group(ranks)
@@ -316,16 +307,13 @@ class DualPipeVModule(PipelineModule):
     is_v = True
 
     def __init__(self, *args: Any, overlapped_forward_backward: Callable[..., Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        if (num_chunks := kwargs.pop("num_chunks", 1)) != 1:
+            raise ValueError(f"DualPipeVModule has two stages on each rank, so num_chunks={num_chunks} has no meaning; drop it")
+        super().__init__(*args, num_chunks=2, **kwargs)
         if overlapped_forward_backward is not None:
             logger.warning(
                 "DualPipeVModule(overlapped_forward_backward=...) has no effect: forwards and backwards run in turn here"
             )
-
-    def _stages_of(self, index: int, num_chunks: int) -> tuple[int, ...]:
-        if num_chunks != 1:
-            raise ValueError(f"DualPipeVModule has two stages on each rank, so num_chunks={num_chunks} has no meaning; drop it")
-        return v_stages(index, self.num_ranks)
 
 
 class LayerChunk(nn.Module):

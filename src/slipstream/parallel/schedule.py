@@ -179,6 +179,11 @@ def stage_of(num_ranks: int, style: Style | str, rank: int, chunk: int) -> int:
     return chunk * num_ranks + (num_ranks - 1 - rank if style == Style.V and chunk % 2 else rank)
 
 
+def stages_of(num_ranks: int, style: Style | str, rank: int, num_chunks: int) -> tuple[int, ...]:
+    """The stages of a rank, ascending."""
+    return tuple(stage_of(num_ranks, style, rank, chunk) for chunk in range(num_chunks))
+
+
 def rank_of(num_ranks: int, style: Style | str, stage: int) -> int:
     """The rank of a stage."""
     chunk, place = divmod(stage, num_ranks)

@@ -32,7 +32,7 @@ from slipstream.parallel.drawing import draw_svg, draw_text
 from slipstream.parallel.huggingface import PipelinedDecoder
 from slipstream.parallel.mail import Mail, MailByShares, SharedMail, connect_mail
 from slipstream.parallel.module import PipelineError, PipelineModule
-from slipstream.parallel.schedule import Action, Kind, Schedule, Span, StageMessage, Style, rank_of, simulate, stage_of
+from slipstream.parallel.schedule import Action, Kind, Schedule, Span, StageMessage, Style, rank_of, simulate, stages_of
 from slipstream.parallel.topology import PipelineParallelGrid, topology_of
 from slipstream.train.data import RepeatingLoader
 from slipstream.train.engine import Engine
@@ -507,11 +507,11 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
             f"{num_chunks} stages on each rank: build it with num_chunks={plan.chunks}, for v as a DualPipeVModule, or drop "
             "the keys"
         )
-    stages = sorted(stage_of(mesh.pp.size, style, mesh.pp.index, chunk) for chunk in range(num_chunks))
-    if list(module.stages) != stages:
+    stages = stages_of(mesh.pp.size, style, mesh.pp.index, num_chunks)
+    if module.stages != stages:
         raise ValueError(
-            f"rank {mesh.rank} is place {mesh.pp.index} of {mesh.pp.size} on the pipeline and needs the stages {stages}, but its "
-            f"module has {list(module.stages)}: build it with num_stages={mesh.pp.size}"
+            f"rank {mesh.rank} is place {mesh.pp.index} of {mesh.pp.size} on the pipeline and needs the stages {list(stages)}, but "
+            f"its module has {list(module.stages)}: build it with num_stages={mesh.pp.size}"
         )
     if isinstance(module, PipelineModule):
         if plan.recompute_interval:
