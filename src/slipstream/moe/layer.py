@@ -21,6 +21,7 @@ from slipstream.moe.gate import Drop, Routes, Score
 from slipstream.moe.grouped import without_autocast
 from slipstream.moe.load import LoadMeter
 from slipstream.moe.stack import ExpertStack
+from slipstream.parallel.around import first_of
 from slipstream.parallel.exchange import Exchange, leave
 from slipstream.parallel.tensor import OwnCuts, Planned, Stacked
 from slipstream.zero.hooks import eager
@@ -308,9 +309,9 @@ def on_the_way(branches: list[Branch]) -> list[Branch]:
 
 def mix_residual(out: Tensor, dense: Any, coefficient: Tensor) -> Tensor:
     """The experts' and the dense branch's outputs by the two learnt weights of each token."""
-    dense = dense[0] if isinstance(dense, tuple) else dense
     weights = coefficient.softmax(-1)
-    return out * weights[..., :1] + dense * weights[..., 1:]
+    mixed: Tensor = out * weights[..., :1] + first_of(dense) * weights[..., 1:]
+    return mixed
 
 
 class GatedMLP(nn.Module):

@@ -35,7 +35,7 @@ from slipstream.moe.load import LoadMeter
 from slipstream.moe.routers import RouterBias
 from slipstream.parallel.around import class_before
 from slipstream.parallel.exchange import Exchange, even_shares, gather_from, scatter_to, without_values
-from slipstream.parallel.tensor import generators
+from slipstream.parallel.tensor import even_share, generators
 from slipstream.zero.hooks import eager
 from slipstream.zero.leaves import identity
 from slipstream.zero.trees import tensors_in
@@ -331,18 +331,16 @@ def _sent(experts: ListedExperts, rows: Tensor, counts: list[int]) -> Tensor:
     """[rows, d]: what the experts compute of rows that are sorted by expert. Collective."""
     if experts.tokens is None:
         return compute_sorted(rows, counts, experts.num_experts, experts.compute, experts.exchange)
-    shares = even_shares(len(rows), experts.tokens.size)
-    start = sum(shares[: experts.tokens.index])
-    stop = start + shares[experts.tokens.index]
+    start, stop = even_share(len(rows), experts.tokens.axis)
     ends = itertools.accumulate(counts, initial=0)
     own = [max(0, min(high, stop) - max(low, start)) for low, high in itertools.pairwise(ends)]
     alike: AbstractContextManager[Any] = nullcontext()
     if any("Dropout" in type(module).__name__ for module in experts.modules()):
         alike = torch.random.fork_rng([rows.device] if rows.is_cuda else [])  # ranks draw for other numbers of rows
-    share = scatter_to(rows, experts.tokens, 0, shares)
+    share = scatter_to(rows, experts.tokens, 0)
     with alike:
         share = compute_sorted(share, own, experts.num_experts, experts.compute, experts.exchange)
-    return gather_from(share, experts.tokens, 0, shares)
+    return gather_from(share, experts.tokens, 0, even_shares(len(rows), experts.tokens.size))
 
 
 def _tied(output: Any, sources: Sequence[Tensor]) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from slipstream.moe.grouped import GroupedLinear, RowsError
+from slipstream.parallel.around import first_of
 from slipstream.parallel.mpu import MARKS
 from slipstream.zero.leaves import mark_stack
 
@@ -67,11 +68,11 @@ class ExpertStack(nn.Module):
             self._try(rows)
         self._count(counts if self.is_grouped else None)
         if self.is_grouped:
-            return _output(self.expert(rows))
+            return first_of(self.expert(rows))  # Megatron's layers return their bias beside it
         each = {name: self.expert.get_parameter(name).unbind(0) for name in self.names}
         outs = []
         for i, part in enumerate(rows.split(list(counts))):  # experts without rows too: their gradients are zeros
-            outs.append(_output(functional_call(self.expert, {name: values[i] for name, values in each.items()}, (part,))))
+            outs.append(first_of(functional_call(self.expert, {name: values[i] for name, values in each.items()}, (part,))))
         return torch.cat(outs)
 
     def _count(self, counts: Sequence[int] | None) -> None:
@@ -105,11 +106,6 @@ def _mark_as(stacked: nn.Parameter, param: nn.Parameter) -> None:
     vars(stacked).update({name: value for name, value in vars(param).items() if not name.startswith("_")})
     if any(getattr(param, mark, False) for mark in MARKS):
         vars(stacked).update(partition_dim=max(getattr(param, "partition_dim", 0), 0) + 1)
-
-
-def _output(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """An expert's first output: Megatron's layers return their bias beside it."""
-    return result[0] if isinstance(result, tuple) else result
 
 
 def _check(expert: nn.Module) -> None:

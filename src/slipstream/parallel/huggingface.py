@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.config.plan import PipelinePlan
-from slipstream.parallel.around import connect_before, connect_behind
+from slipstream.parallel.around import connect_before, connect_behind, first_of
 from slipstream.parallel.layers import TIMINGS, partition, partition_balanced, partition_uniform
 from slipstream.parallel.module import Tied
 from slipstream.parallel.schedule import stages_of
@@ -211,7 +211,7 @@ class DecoderChunk(nn.Module):
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
         if self.is_running:
-            self.left = output[0] if isinstance(output, tuple) else output
+            self.left = first_of(output)
 
     def _collect_routers(self, base: nn.Module, args: Any, output: Any) -> None:
         own = getattr(output, "router_logits", None)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.parallel.exchange import Exchange, dual, swap
+from slipstream.parallel.exchange import Exchange, dual, even_shares, swap
 from slipstream.world.mesh import nearest_divisor
 
 
@@ -47,7 +47,7 @@ def deal_heads(query_heads: int, key_heads: int, size: int, groups: int | None =
     group = query_heads // key_heads
     unit = query_heads // groups if groups >= size else 1
     dealt, start = [], 0
-    for count in (query_heads // unit // size + (r < query_heads // unit % size) for r in range(size)):
+    for count in even_shares(query_heads // unit, size):
         queries = range(start, start + count * unit)
         keys = [i // group for i in queries]
         distinct = sorted(set(keys))

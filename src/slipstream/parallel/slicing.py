@@ -7,6 +7,7 @@ Parameters keep their identity: an optimizer that has them keeps them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -543,8 +544,7 @@ class _Slicing:
                     f"{name!r}: {length} features cannot be shared among {self.axis.size} tp ranks; use tp "
                     f"{nearest_divisor(self.axis.size, length)} (slipstream.mesh.tp), or keep it whole (partition_type skip)"
                 )
-            stops = [sum(even_shares(length, self.axis.size)[: rank + 1]) for rank in range(self.axis.size)]
-            return list(zip([0, *stops], stops, strict=False))
+            return list(itertools.pairwise(itertools.accumulate(even_shares(length, self.axis.size), initial=0)))
         heads, (queries, keys, width) = self._dealt(f"{self.attention}.")
         if length % queries == 0 and length // queries >= width:
             unit = length // queries
