@@ -51,9 +51,10 @@ def reference(model: nn.Module, kind: str) -> tuple[list[float], list[float], di
     return losses, norms, dict(model.state_dict())
 
 
-def compare(kind: str, stage: int, sp: int, data: str = "", **changes: Any) -> None:
+def compare(kind: str, stage: int, sp: int, data: str = "", tensor: dict[str, Any] | None = None, **changes: Any) -> None:
     expected, expected_norms, weights = reference(build(kind, **changes), data)
-    engine = slipstream.initialize(model=build(kind, **changes), config=settings(stage, sequence_parallel_size=sp))[0]
+    config = settings(stage, sequence_parallel_size=sp, **({} if tensor is None else {"tensor_parallel": tensor}))
+    engine = slipstream.initialize(model=build(kind, **changes), config=config)[0]
     for step in range(STEPS):
         loss = engine(**batch(step, data)).loss
         engine.backward(loss)
@@ -139,6 +140,13 @@ def test_heads_that_the_ranks_do_not_divide() -> None:
     grouped = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
     compare("llama", 1, 2, "padded", **grouped)
     compare("qwen2", 3, 2, hidden_size=24, num_attention_heads=3, num_key_value_heads=3)
+
+
+@distributed(world_size=4)
+def test_shares_in_slices() -> None:
+    """A head whose logits are not gathered; fewer heads on each rank than ranks that share the sequence."""
+    compare("llama", 1, 2, "padded", {"autotp_size": 2, "vocab_parallel_lm_head": True})
+    compare("llama", 1, 2, "packed", {"autotp_size": 2}, num_attention_heads=2, num_key_value_heads=2)
 
 
 @distributed(world_size=4)

@@ -431,7 +431,7 @@ class _Slicing:
         gathers = how.whole and not (self.plan.vocab_head and self._is_head(name))
         self._linear(name, module, how, Column, 0, "lora_B", gathers=gathers)
         if self._is_head(name) and not gathers and self.cut and hasattr(self.model, "loss_function"):
-            setattr(self.model, "loss_function", _ShiftedLoss(self.slices))  # noqa: B010 (a property of transformers')
+            setattr(self.model, "loss_function", ShiftedLoss(self.slices))  # noqa: B010 (a property of transformers')
 
     def _row(self, name: str, module: nn.Module, how: Cut) -> None:
         layer = self._linear(name, module, how, Row, 1, "lora_A", splits=how.whole)
@@ -799,7 +799,7 @@ def _around(module: nn.Module, slices: Slices) -> None:
     module.register_forward_hook(_first_output(region.leave))
 
 
-class _ShiftedLoss:
+class ShiftedLoss:
     """transformers' loss of a causal model, from logits of this rank's share of the vocabulary."""
 
     def __init__(self, slices: Slices) -> None:

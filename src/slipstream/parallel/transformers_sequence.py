@@ -28,6 +28,8 @@ from slipstream.parallel.exchange import Exchange, LocalExchange, without_values
 from slipstream.parallel.ring import Mask, Span, deal_spans, ring_attention
 from slipstream.parallel.same_inputs import INPUTS, check_alike, checksum
 from slipstream.parallel.sequence import deal_heads, sequence_mean, ulysses_attention
+from slipstream.parallel.slicing import ShiftedLoss
+from slipstream.parallel.tensor import Slices, vocab_parallel_cross_entropy
 from slipstream.world.mesh import Axis
 
 NAME = "slipstream_ulysses"  # of the attention function
@@ -155,8 +157,10 @@ def _unserved(module: nn.Module, size: int) -> str:
     )
 
 
-def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
+def serve_sequences(model: nn.Module, axis: Axis, slices: Slices | None) -> Sequences | None:
     """Prepare a model of transformers for shares of sequences. The caller connects `Sequences.exchange`; None: nothing to do.
+
+    slices: those of its layers, if it is sliced
 
     Raises ValueError for a model, an attention or a number of heads that cannot be served.
     """
@@ -184,7 +188,7 @@ def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "attn_logit_softcapping", None):
         raise ValueError(_unserved(base, axis.size))
-    is_ring = text.num_attention_heads < axis.size
+    is_ring = text.num_attention_heads // (1 if slices is None else slices.axis.size) < axis.size
     if not is_ring:
         deal_heads(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads, axis.size)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -213,12 +217,13 @@ def _serve_loss(model: Any, holder: Sequences) -> None:
     function: Any = getattr(model, "loss_function", None)
     if function is None:  # a body without a head
         return
-    kind = getattr(function, "__name__", type(function).__name__)
+    is_sliced = isinstance(function, ShiftedLoss)
+    kind = "ForCausalLMLoss" if is_sliced else getattr(function, "__name__", type(function).__name__)
     forwards = (inspect.unwrap(vars(each)["forward"]) for each in type(model).__mro__ if "forward" in vars(each))
     if kind in _LOSSES and any(
         "loss_function" in getattr(forward, "__code__", _serve_loss.__code__).co_names for forward in forwards
     ):
-        holder.shifts, model.loss_function = _LOSSES[kind], _Loss(holder)
+        holder.shifts, model.loss_function = _LOSSES[kind], _Loss(holder, function.slices if is_sliced else None)
         holder.undo.append(partial(setattr, model, "loss_function", function))
     elif kind in _LOSSES and not _LOSSES[kind]:
         holder.shifts, holder.loss = False, _Loss(holder)
@@ -283,10 +288,10 @@ def _attention(
 
 
 class _Loss:
-    """A model's loss over whole sequences: labels are this rank's share, shifted before."""
+    """A model's loss over whole sequences: labels are this rank's share, shifted before. slices: of the vocabulary."""
 
-    def __init__(self, holder: Sequences) -> None:
-        self.holder = holder
+    def __init__(self, holder: Sequences, slices: Slices | None = None) -> None:
+        self.holder, self.slices = holder, slices
 
     def __call__(
         self, logits: Tensor, labels: Tensor | None = None, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any
@@ -294,7 +299,10 @@ class _Loss:
         targets = labels if shift_labels is None else shift_labels
         if targets is None:
             raise ValueError("the loss of a share of a sequence needs labels, or shift_labels")
-        losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+        if self.slices is None:
+            losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+        else:
+            losses = vocab_parallel_cross_entropy(logits, targets, self.slices.exchange).sum()
         count = (targets != -100).sum()
         total = kwargs.get("num_items_in_batch")
         mean = sequence_mean(losses, count, self.holder.exchange)

@@ -218,7 +218,7 @@ def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh
     if slices is not None:
         slices.dropout = slices.dropout or draws(model)
     mesh, join = split_experts(model, mesh, plan.experts, token_shares=plan.tensor.shares_tokens)
-    return mesh, _Cut(slices, serve_sequences(model, mesh.sp), join)
+    return mesh, _Cut(slices, serve_sequences(model, mesh.sp, slices), join)
 
 
 def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, cut: _Cut) -> tuple[nn.Module, Any]:
