@@ -797,6 +797,9 @@ def test_chunks_of_a_decoder(stage: int) -> None:
     for own in ({}, {"chunks": 2}, {"schedule": "zero_bubble", "chunks": 2}, {"schedule": "v"}):
         engine = make(decoder(tie_word_embeddings=True), stage, "auto", pipeline={"stages": 2}, slipstream={"pipeline": own})
         orders.append((str(engine.schedule.style), engine.pipe.module.stages))
+        embed: Any = decoder(tie_word_embeddings=True).get_input_embeddings()  # type: ignore[operator]
+        embedded = [{"inputs_embeds": embed(each["input_ids"]), "labels": each["labels"]} for each in token_samples(0, 9)]
+        assert float(engine.eval_batch(iter(embedded))) == float(engine.eval_batch(token_samples(0, 9)))
         losses = [float(engine.train_batch(token_samples(0, step))) for step in range(2)]
         results.append((own, losses, states_of(engine)))
         assert float(engine.eval_batch(token_samples(0, 9))) < 10

@@ -132,8 +132,9 @@ class PipelinedDecoder(nn.Module):
             self.sequences.begin((), _arguments(batch))
 
     def inputs(self, batch: Any) -> Any:
-        """The first stage's input."""
-        return _arguments(batch)["input_ids"]
+        """The first stage's input: token ids or embeddings."""
+        arguments = _arguments(batch)
+        return arguments[_first_input_of(arguments)]
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         """The loss of a micro-batch, of the last stage's output."""
@@ -186,14 +187,12 @@ class DecoderChunk(nn.Module):
         self.routers = tuple(routers)
         if self.sequences is not None:
             arguments = self.sequences.begin((), arguments)[1]
-            x = arguments["input_ids"] if self.is_first else x
+            x = arguments[_first_input_of(arguments)] if self.is_first else x
+        name = _first_input_of(arguments) if self.is_first else "inputs_embeds"
         skipped = _OF_THE_EMBEDDING if self.is_last else (*_OF_THE_EMBEDDING, *_OF_THE_LOSS)
         arguments = {name: value for name, value in arguments.items() if name not in skipped} | {"use_cache": False}
-        if self.is_first:
-            arguments["input_ids"] = x
-        else:
-            self.entering = x
-            arguments["inputs_embeds"] = x.detach()
+        self.entering = None if self.is_first else x
+        arguments[name] = x if self.is_first else x.detach()
         self.is_running = True
         try:
             output = self.runs(**arguments)
@@ -239,6 +238,11 @@ def _arguments(batch: Any) -> dict[str, Any]:
     if isinstance(batch, (tuple, list)):
         return _arguments(batch[0]) | {"labels": batch[1]}
     return {"input_ids": batch}
+
+
+def _first_input_of(arguments: Mapping[str, Any]) -> str:
+    """The name of what the first stage computes from."""
+    return next((name for name in _OF_THE_EMBEDDING if arguments.get(name) is not None), "input_ids")
 
 
 def _layers_of(model: nn.Module) -> tuple[str, list[str]]:
