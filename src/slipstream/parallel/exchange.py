@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerError, Watch
 from slipstream.zero.build import connect_axis
-from slipstream.zero.comm import Comm, LocalComm, Pending, ProcessGroupComm, reduce_into
+from slipstream.zero.comm import Pending, ProcessGroupComm, reduce_into
 from slipstream.zero.hooks import eager
 from slipstream.zero.shared import SharedComm
 
@@ -448,17 +448,12 @@ def _of_work(work: Any, out: Tensor) -> Pending[Tensor]:
 def connect_activations(axis: Axis, device: torch.device, transport: str, watch: Watch, *, in_rank_order: bool = False) -> Exchange:
     """Make the exchange of one axis, as `connect_axis` chooses the transport. Collective over the axis. `in_rank_order`: of sums,
     on NCCL too."""
-    return exchange_over(connect_axis(axis, device, transport, watch), in_rank_order=in_rank_order)
-
-
-def exchange_over(comm: Comm, *, in_rank_order: bool = False) -> Exchange:
-    """The exchange over a transport, which it closes. Collective over its axis."""
+    comm = connect_axis(axis, device, transport, watch)
     if isinstance(comm, SharedComm):
         return SharedExchange(comm)
     if isinstance(comm, ProcessGroupComm):
         return GroupExchange(comm, in_rank_order=in_rank_order)
-    assert isinstance(comm, LocalComm), f"no exchange over {type(comm).__name__}"
-    return LocalExchange(comm.axis, comm.device)
+    return LocalExchange(comm.axis, device)
 
 
 # -- autograd: the backward of each function is the dual operation on the same exchange --
