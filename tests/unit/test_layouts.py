@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.launch.cli import main
 from slipstream.parallel.layouts import Cluster, MeshLayout, Model, cost_of, layouts, ranked
+from slipstream.parallel.schedule import style_of
 
 MODEL = Model(blocks=8, block_params=12_000_000, other_params=8_000_000, width=1024, heads=8, length=1024, batch=32)
 CLUSTER = Cluster(ranks=16, hosts=2, flops=1e13, inside=1e11, between=1e9)
@@ -101,6 +102,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert '"slipstream"' in out and "rank 0 |" in out
     assert main(["plan", "--model", folder, "--ranks", "16", *rates, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layouts"]
+    words = ["plan", "--model", folder, "--ranks", "16", "--hosts", "2", "--bandwidth", "400G", "--rate", "wire=500G", *rates]
+    assert main([*words, "--json"]) == 0
+    first = next(each["layout"] for each in json.loads(capsys.readouterr().out)["layouts"] if each["layout"]["pp"] > 1)
+    assert main([*words, "--draw", "text"]) == 0
+    drawn = " ".join(capsys.readouterr().out.split())
+    assert f"{style_of(first['schedule'], first['chunks'])}, {first['pp']} ranks" in drawn
+    assert first["chunks"] == 2 and "lower case: a later chunk" in drawn
     assert main(["plan", "--model", folder, "--ranks", "16", *rates, "--memory", "1M"]) == 1
     assert "no layout of 16 ranks fits" in capsys.readouterr().out
     parts = str(tmp_path / "parts.json")
@@ -116,7 +124,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     answer = json.loads(capsys.readouterr().out)
     layout = MeshLayout(2, 2, 1, 4, 1, "1f1b", 1, True, 2)
     assert MeshLayout(**answer["layout"]) == layout and answer["seconds"] == pytest.approx(sum([*answer["cost"].values()][:6]))
+    own["pipeline"], own["mesh"] = {"chunks": 8}, {"pp": 8}
+    many = str(tmp_path / "many.json")
+    Path(many).write_text(json.dumps(config | {"slipstream": own, "optimizer": optimizer}))
     for words, text in (
+        ([many, "--model", folder, "--world", "16", *rates], "the model has 32 blocks, fewer than the stages of pp 8"),
         (["--ranks", "16"], "--ranks needs --model"),
         (["--ranks", "16", "--hosts", "3", "--model", folder], "hosts have equal numbers"),
         ([parts, "--world", "16", "--num-params", "1G"], "pp 2, sp 1, tp 4, experts over 1"),

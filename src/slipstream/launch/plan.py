@@ -321,7 +321,7 @@ def _drawn(form: str, ranking: Sequence[Any], batch: int) -> str:
     if layout is None:
         raise ValueError("--draw: no layout that fits has pipeline stages")
     micros = min(batch // (layout.dp * layout.micro_batch), 16)  # more do not fit a page
-    drawn = schedule.simulate(layout.pp, micros, layout.schedule)
+    drawn = schedule.simulate(layout.pp, micros, schedule.style_of(layout.schedule, layout.chunks), layout.chunks)
     return drawing.draw_svg(drawn) if form == "svg" else drawing.draw_text(drawn)
 
 

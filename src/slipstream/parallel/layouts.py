@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slipstream.parallel.schedule import Costs, Style, rank_of, simulate
+from slipstream.parallel.schedule import Costs, Style, rank_of, simulate, style_of
 
 if TYPE_CHECKING:
     import torch
@@ -161,8 +161,10 @@ def decoder_of(model: torch.nn.Module, length: int, batch: int, heads: int | Non
 
 
 def cost_of(model: Model, cluster: Cluster, layout: MeshLayout) -> LayoutCost:
-    """The time and memory of a step."""
+    """The time and memory of a step. Raises ValueError if the stages are more than the blocks."""
     p, d, s, t, zero, schedule, b, recompute, chunks = layout
+    if p * chunks > model.blocks:
+        raise ValueError(f"the model has {model.blocks} blocks, fewer than the stages of pp {p} with {chunks} on each rank")
     micros = model.batch // (d * b)
     tokens = b * model.length / s
     table = model.other_params / 2  # the head, and the embeddings, which are looked up
@@ -222,8 +224,7 @@ def _turns(p: int, micros: int, schedule: str, chunks: int) -> float:
     """A step's length in micro-batches, at equal costs of forward, input and weight gradients."""
     if p * micros * chunks > _MOST_SIMULATED:
         return micros + (p - 1) / (3 if schedule in ("zero_bubble", "v") else 1) / chunks
-    style = "interleaved" if chunks > 1 and schedule == "1f1b" else schedule
-    return simulate(p, micros, style, chunks, costs=Costs(*[1 / 3 / chunks] * 3)).makespan
+    return simulate(p, micros, style_of(schedule, chunks), chunks, costs=Costs(*[1 / 3 / chunks] * 3)).makespan
 
 
 def layouts(model: Model, cluster: Cluster, schedules: Sequence[str] = ("1f1b", "zero_bubble")) -> Iterator[MeshLayout]:

@@ -57,6 +57,11 @@ class Style(StrEnum):
     V = "v"
 
 
+def style_of(schedule: str, chunks: int) -> Style:
+    """The style of a schedule of the config: 1f1b of several stages on each rank is interleaved."""
+    return Style.INTERLEAVED if schedule == Style.ONE_F_ONE_B and chunks > 1 else Style(schedule)
+
+
 _CHUNKS = {
     Style.GPIPE: (1, 1),
     Style.ONE_F_ONE_B: (1, 1),

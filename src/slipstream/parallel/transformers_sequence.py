@@ -31,6 +31,7 @@ from slipstream.parallel.sequence import deal_heads, sequence_mean, ulysses_atte
 from slipstream.parallel.slicing import ShiftedLoss
 from slipstream.parallel.tensor import Slices, vocab_parallel_cross_entropy
 from slipstream.world.mesh import Axis
+from slipstream.zero.hooks import eager
 
 NAME = "slipstream_ulysses"  # of the attention function
 _HOLDER = "_slipstream_sequences"  # attribute of a model's modules
@@ -118,6 +119,7 @@ class Sequences:
             self.targets = {name: shared.pop(name) for name in (*_TARGETS, "num_items_in_batch") if shared.get(name) is not None}
         return args, shared
 
+    @eager
     def _compare(self, tokens: Tensor, kwargs: dict[str, Any], is_share: bool) -> None:
         """Raise ValueError on all ranks unless they have batches of one shape, and the first that is whole has the same values."""
         facts = {"numbers of sequences": tokens.shape[0], "numbers of tokens": tokens.shape[1]}

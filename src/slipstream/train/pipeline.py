@@ -32,7 +32,7 @@ from slipstream.parallel.drawing import draw_svg, draw_text
 from slipstream.parallel.huggingface import PipelinedDecoder
 from slipstream.parallel.mail import Mail, MailByShares, SharedMail, connect_mail
 from slipstream.parallel.module import PipelineError, PipelineModule
-from slipstream.parallel.schedule import Action, Kind, Schedule, Span, StageMessage, Style, rank_of, simulate, stages_of
+from slipstream.parallel.schedule import Action, Kind, Schedule, Span, StageMessage, Style, rank_of, simulate, stages_of, style_of
 from slipstream.parallel.topology import PipelineParallelGrid, topology_of
 from slipstream.train.data import RepeatingLoader
 from slipstream.train.engine import Engine
@@ -277,7 +277,7 @@ class Pipe:
         """Make the schedule again, for another number of micro-batches."""
         plan = self.engine.plan
         self.schedule = simulate(
-            self.engine.mesh.pp.size, plan.batch.accumulation, style_of(self.module, plan.pipeline), len(self.module.stages)
+            self.engine.mesh.pp.size, plan.batch.accumulation, _style_of(self.module, plan.pipeline), len(self.module.stages)
         )
 
     @property
@@ -500,7 +500,7 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
 
     A module that was given no topology gets the mesh's.
     """
-    style, num_chunks = style_of(module, plan), len(module.stages)
+    style, num_chunks = _style_of(module, plan), len(module.stages)
     if plan.chunks not in (1, num_chunks) or (plan.schedule == "v" and not module.is_v):
         raise ValueError(
             f"slipstream.pipeline has chunks {plan.chunks} and schedule {plan.schedule}, and {type(module).__name__} has "
@@ -576,7 +576,7 @@ def pipeline_engine(states: States, precision: Precision, transport: str) -> Pip
     """The engine of a pipeline module. Collective."""
     module: Any = states.model
     size, num_chunks = states.mesh.pp.size, len(module.stages)
-    style = style_of(module, states.plan.pipeline)
+    style = _style_of(module, states.plan.pipeline)
     routes = []
     for stage in range(size * num_chunks - 1):
         one, other = rank_of(size, style, stage), rank_of(size, style, stage + 1)
@@ -598,11 +598,8 @@ def _shared_kinds(states: States, mail: Mail) -> list[Kind]:
     return [kind for kind, is_shared in ((Kind.FORWARD, plan.shares_outputs), (Kind.BACKWARD, plan.shares_grads)) if is_shared]
 
 
-def style_of(module: Any, plan: PipelinePlan) -> Style:
-    """The schedule's style: that of the config, in its form for the stages on each rank."""
-    if module.is_v:
-        return Style.V
-    return Style.INTERLEAVED if plan.schedule == "1f1b" and len(module.stages) > 1 else Style(plan.schedule)
+def _style_of(module: Any, plan: PipelinePlan) -> Style:
+    return Style.V if module.is_v else style_of(plan.schedule, len(module.stages))
 
 
 def _describe(value: Any) -> str:
