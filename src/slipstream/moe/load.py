@@ -145,17 +145,6 @@ def lost_tokens(by_name: Mapping[str, LoadMeter]) -> str:
     return ""
 
 
-class KeptLosses:
-    """Those of a model, which end with its engine."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.meters = list(meters(model).values())
-
-    def close(self) -> None:
-        for meter in self.meters:
-            meter.forget_graph()
-
-
 def expert_loads(model: nn.Module) -> dict[str, Tensor]:
     """The routes to each expert in the last training step, by the layer's name: int64, of this rank's tokens.
 

@@ -7,11 +7,12 @@ Connected at the start, and anew after each surgery, which may have added layers
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from slipstream.moe.balance import balancing
 from slipstream.moe.layer import MoE
-from slipstream.moe.load import KeptLosses, LoadMeter, lost_tokens, meters
+from slipstream.moe.load import LoadMeter, lost_tokens, meters
 from slipstream.moe.rest import RestingExperts
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ def connect_experts(engine: Engine) -> None:
             meter.to(device)
         if states.plan.experts.rest_unused:
             states.steps.rest = RestingExperts(states.model, lambda: states.exchange(mesh.stage).sum)
-        states.resources["auxiliary losses"] = KeptLosses(states.model)
+        states.resources["auxiliary losses"] = losses = ExitStack()
+        for meter in by_name.values():
+            losses.callback(meter.forget_graph)
         ends[:] = balancing(states.model, lambda: states.exchange(mesh.stage).sum, due, logs=logs)
 
     def end_step(is_applied: bool) -> None:
