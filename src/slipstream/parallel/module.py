@@ -14,7 +14,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +119,6 @@ class PipelineModule(nn.Module):
         self.__dict__["_chunks"] = {stage: LayerChunk(self, stage) for stage in self.stages}
         for param in self.parameters():
             param.ds_pipe_replicated = False  # type: ignore[attr-defined]
-        self._own_grid: PipelineParallelGrid | None = None
-        self._tied_comms: dict[str, dict[str, Any]] | None = None
 
     @property
     def _style(self) -> Style:
@@ -220,16 +218,10 @@ class PipelineModule(nn.Module):
         for i in range(len(self.stages)):
             self.chunk(i).micro_offset = count
 
-    @property
+    @cached_property
     def _grid(self) -> PipelineParallelGrid:
         """Collective on first use, unless an engine has set it."""
-        if self._own_grid is None:
-            self._own_grid = PipelineParallelGrid(self._topo)
-        return self._own_grid
-
-    @_grid.setter
-    def _grid(self, grid: PipelineParallelGrid) -> None:
-        self._own_grid = grid
+        return PipelineParallelGrid(self._topo)
 
     topology, mpu, num_pipeline_stages, partitions = map(value_of, ("_topo", "_grid", "num_ranks", "parts"))
 
@@ -256,20 +248,19 @@ class PipelineModule(nn.Module):
             return all(type(func).__name__ in self.checkpointable_layers for func in funcs)
         return any(isinstance(func, nn.Module) and any(True for _ in func.parameters()) for func in funcs)
 
-    @property
+    @cached_property
     def tied_comms(self) -> dict[str, dict[str, Any]]:
         """For each tied module on this rank, with copies on others: ranks, group, weight_attr, module. Collective on first use."""
-        if self._tied_comms is None:
-            self._tied_comms = {}
-            for key in sorted(self._ties):
-                owners = sorted({rank_of(self.num_ranks, self._style, stage) for stage in self._ties[key]})
-                for pipe in self._grid.pipe_groups if len(owners) > 1 else ():
-                    ranks = [pipe[owner] for owner in owners]
-                    group = dist.new_group(ranks)
-                    if self.global_rank in ranks:
-                        attrs, module = self.tied_weight_attrs[key], self.tied_modules[key]
-                        self._tied_comms[key] = {"ranks": ranks, "group": group, "weight_attr": attrs, "module": module}
-        return self._tied_comms
+        comms = dict[str, dict[str, Any]]()
+        for key in sorted(self._ties):
+            owners = sorted({rank_of(self.num_ranks, self._style, stage) for stage in self._ties[key]})
+            for pipe in self._grid.pipe_groups if len(owners) > 1 else ():
+                ranks = [pipe[owner] for owner in owners]
+                group = dist.new_group(ranks)
+                if self.global_rank in ranks:
+                    attrs, module = self.tied_weight_attrs[key], self.tied_modules[key]
+                    comms[key] = {"ranks": ranks, "group": group, "weight_attr": attrs, "module": module}
+        return comms
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
         return [
