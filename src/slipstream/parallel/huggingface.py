@@ -30,6 +30,7 @@ from slipstream.parallel.schedule import stages_of
 from slipstream.parallel.slicing import gather_behind, scatter_before
 from slipstream.parallel.tensor import Slices
 from slipstream.parallel.transformers_sequence import Sequences
+from slipstream.world.mesh import nearest_divisor
 from slipstream.zero.wrap import repeated_blocks
 
 _PROFILED = 128  # tokens of the forward that `profile` measures
@@ -325,10 +326,9 @@ def _divide(model: nn.Module, layers: str, names: Sequence[str], after: Sequence
     """Bounds of the stages; each has at least one layer."""
     if len(names) < num_stages:
         ranks = dist.get_world_size() if dist.is_initialized() else num_stages
-        most = max(size for size in range(1, len(names) + 1) if ranks % size == 0)
         raise ValueError(
-            f"{type(model).__name__} has {len(names)} layers, fewer than the {num_stages} pipeline stages; {most} work on "
-            f"{ranks} ranks"
+            f"{type(model).__name__} has {len(names)} layers, fewer than the {num_stages} pipeline stages; "
+            f"{nearest_divisor(ranks, len(names))} work on {ranks} ranks"
         )
     blocks, kind = list(model.get_submodule(layers).children()), method.partition(":")[0].lower()
     if kind == "uniform":
