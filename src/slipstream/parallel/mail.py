@@ -260,18 +260,6 @@ class _Waiter:
         self.thread.join(patience)
 
 
-class _Segment:
-    """Memory that one rank owns and another maps."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.fd = os.memfd_create("slipstream-mail", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, nbytes)
-        self.memory = torch.frombuffer(mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED), dtype=torch.uint8)
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
 class SharedMail(Mail):
     """Shared memory: each message is written once, into a segment of the sender's, and copied out by the receiver.
 
@@ -286,7 +274,7 @@ class SharedMail(Mail):
         self.rings = {key: [next(buffers) for _ in range(slots)] for key, _, _ in sorted(routes)}
         self.sent, self.received = dict.fromkeys(self.rings, 0), dict.fromkeys(self.rings, 0)
         self.targets = {key: target for key, source, target in routes if source == self.axis.index}  # of this rank's messages
-        self.segments: dict[tuple[Key, int], _Segment] = {}  # of this rank's messages
+        self.segments: dict[tuple[Key, int], tuple[int, Tensor]] = {}  # of this rank's messages: descriptor, memory
         self.mapped: dict[tuple[Key, int], tuple[int, Tensor]] = {}  # of others': (number of the segment, memory)
         self.heads: dict[Key, tuple[bytes, Any]] = {}  # the last header received, and its tree
         self.made = 0
@@ -299,25 +287,29 @@ class SharedMail(Mail):
         head = pickle.dumps(_pack(tree, tensors))
         self.comm.wait_read(buffer, to, turn, f"mail to be read by rank {self.axis.ranks[to]} (to stage {key[1]})")
         nbytes = _aligned(len(head)) + sum(_aligned(tensor.nbytes) for tensor in tensors)
-        segment = self._segment((key, slot), nbytes, buffer.tensor)
-        segment.memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        memory = self._segment((key, slot), nbytes, buffer.tensor)
+        memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         offset = _aligned(len(head))
         for tensor in tensors:
-            segment.memory[offset : offset + tensor.nbytes].view(tensor.dtype).copy_(tensor.view(-1))
+            memory[offset : offset + tensor.nbytes].view(tensor.dtype).copy_(tensor.view(-1))
             offset += _aligned(tensor.nbytes)
         buffer.tensor[3] = len(head)
         self.comm.post(buffer)
 
-    def _segment(self, place: tuple[Key, int], nbytes: int, words: Tensor) -> _Segment:
+    def _segment(self, place: tuple[Key, int], nbytes: int, words: Tensor) -> Tensor:
         """The memory of a slot, with room for `nbytes`; `words` tell the receiver of a new one."""
-        segment = self.segments.get(place)
-        if segment is None or segment.memory.numel() < nbytes:
-            if segment is not None:
-                segment.close()
-            segment = self.segments[place] = _Segment(-(-nbytes // _PAGE) * _PAGE)
+        fd, memory = self.segments.get(place, (None, words.new_empty(0)))
+        if memory.numel() < nbytes:
+            if fd is not None:
+                os.close(fd)
+            size = -(-nbytes // _PAGE) * _PAGE
+            fd = os.memfd_create("slipstream-mail", os.MFD_CLOEXEC)
+            os.ftruncate(fd, size)
+            memory = torch.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED), dtype=torch.uint8)
+            self.segments[place] = fd, memory
             self.made += 1
-            words[:3] = torch.tensor([self.made, segment.fd, segment.memory.numel()])
-        return segment
+            words[:3] = torch.tensor([self.made, fd, size])
+        return memory
 
     def receive(self, key: Key, source: int) -> Any:
         turn, slot = divmod(self.received[key], self.num_slots)
@@ -348,8 +340,8 @@ class SharedMail(Mail):
                 self.comm.wait_read(buffer, to, buffer.posted, f"mail to be read by rank {self.axis.ranks[to]} (to stage {key[1]})")
 
     def close(self) -> None:
-        for segment in self.segments.values():
-            segment.close()
+        for fd, _ in self.segments.values():
+            os.close(fd)
         self.segments.clear()
         self.mapped.clear()
         self.comm.close()
