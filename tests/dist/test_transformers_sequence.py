@@ -229,6 +229,8 @@ def test_a_loader_of_shares() -> None:
     assert losses == pytest.approx(expected, abs=3e-5)
     for name, value in engine.state_dict().items():
         torch.testing.assert_close(value, weights[name], atol=5e-4, rtol=0)
+    with pytest.raises(ValueError, match=r"ranks \[0\] have no batch left"):
+        list(SequenceShares(own[: 1 + rank], rank, engine.mesh.sp.group, 2, "cpu"))
     engine.destroy()
 
 

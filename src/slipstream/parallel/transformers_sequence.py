@@ -13,6 +13,7 @@ Positions decide the mask: where they begin again, another packed sample begins.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -317,7 +318,8 @@ class SequenceShares:
     batches  mappings with input_ids and labels, and position_ids if samples are packed, [b, S]; S a multiple of the ranks
     group    the ranks of the sequence axis
 
-    Yields this rank's share of each, with `shift_labels` in place of labels. DeepSpeed's UlyssesSPDataLoaderAdapter.
+    Yields this rank's share of each, with `shift_labels` in place of labels. Raises ValueError on all ranks if one has fewer
+    batches. DeepSpeed's UlyssesSPDataLoaderAdapter.
     """
 
     def __init__(self, batches: Iterable[Mapping[str, Any]], rank: int, group: Any, size: int, device: torch.device | str) -> None:
@@ -327,10 +329,16 @@ class SequenceShares:
         return len(self.batches) * self.size  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self.batches:
+        for batch in itertools.chain(map(dict, self.batches), [None]):  # None: it was the last
             every: list[Any] = [None] * self.size
-            dist.all_gather_object(every, dict(batch), group=self.group)
-            yield from map(self._share, every)
+            dist.all_gather_object(every, batch, group=self.group)
+            ended = [rank for rank, each in zip(dist.get_process_group_ranks(self.group), every, strict=True) if each is None]
+            if 0 < len(ended) < self.size:
+                raise ValueError(
+                    f"ranks {ended} have no batch left, and others of their sequence axis have: give each as many (drop_last, or a "
+                    "sampler with num_replicas)"
+                )
+            yield from map(self._share, every if batch is not None else ())
 
     def _share(self, batch: dict[str, Any]) -> dict[str, Any]:
         length = batch["input_ids"].shape[1]
