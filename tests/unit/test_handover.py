@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import struct
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,17 @@ def test_a_first_message_that_is_wrong_is_refused(server: tuple[Recorder, Path])
         assert "no descriptor of shared memory" in answer(path, [], WEIGHT)
         assert "speaks another protocol" in answer(path, [descriptor], WEIGHT, hello=b"slipstream-weights-9")
     assert not recorder.sums
+
+
+def test_a_sender_that_was_dropped_is_told_why(tmp_path: Path) -> None:
+    def late() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.ones(2)
+        time.sleep(0.5)
+        yield "b", torch.ones(2)
+        yield "c", torch.ones(2)
+
+    with (
+        handover.Receiver(Recorder(), tmp_path / "weights.sock", timeout_s=0.1),
+        pytest.raises(handover.HandoverError, match=r"were not taken: .* has said nothing for 0\.1 s"),
+    ):
+        handover.send(late(), to=tmp_path / "weights.sock")

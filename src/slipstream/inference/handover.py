@@ -247,7 +247,8 @@ class _SharedMemory:
 
 def _send_message(connection: socket.socket, message: dict[str, Any]) -> None:
     text = json.dumps(message).encode()
-    connection.sendall(_LENGTH.pack(len(text)) + text)
+    with contextlib.suppress(BrokenPipeError):  # what the other process said before it left is read next
+        connection.sendall(_LENGTH.pack(len(text)) + text)
 
 
 def _receive_message(connection: socket.socket) -> dict[str, Any]:
