@@ -648,6 +648,10 @@ def test_the_engine_says_what_the_config_says(deepspeed: Any) -> None:
     assert engine.zero_reduce_bucket_size() == bare.zero_reduce_bucket_size() == 500_000_000
     assert bare.postscale_gradients() and not bare.flops_profiler_enabled() and not bare.curriculum_learning_enabled()
     assert bare.gradient_predivide_factor() == 1.0 and bare.initial_dynamic_scale() == 2.0**16
+    assert (engine.zero_overlap_comm(), bare.zero_overlap_comm()) == (True, False) and engine.get_type() == [0.0]
+    assert engine.communication_data_type is torch.float32 and engine.aio_config()["queue_depth"] == 8
+    sampling, routing = engine.data_efficiency_config()["data_sampling"], engine.random_ltd_config()
+    assert sampling == engine.data_sampling_config() and not sampling["enabled"] and not routing["enabled"]
     for name in names.CONFIG_GETTERS:
         getattr(bare, name)(), getattr(engine, name)()
     assert not engine.is_compiled

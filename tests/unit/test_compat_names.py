@@ -285,6 +285,7 @@ READ = {
     "comms_config.comms_logger.prof_all": False,
     "monitor_config.enabled": False,
     "aio_config['queue_depth']": 8,
+    "checkpoint_config['checkpoint_serialization']": True,
     "pipeline['stages']": "auto",
     "hybrid_engine.max_out_tokens": 512,
     "timers_config.synchronized": True,

@@ -253,7 +253,10 @@ class _Read:
         self.parsed: Parsed = parse(tolerant(dict(raw)))
 
     def value(self, key: str) -> Any:
-        """The value of a key, or DeepSpeed's default. A block is an object, or None if DeepSpeed's default is None."""
+        """The value of a key, or DeepSpeed's default. A block is an object, or None if DeepSpeed's default is None; "BLOCK{}" is a
+        dictionary."""
+        if key.endswith("{}"):
+            return self.value(key.removesuffix("{}")).model_dump()
         default = keys.table()[key].default if key in keys.table() else None
         if self.engine is not None and (key in self.parsed.autos or key in _BATCH):
             return plan_values(self.engine.plan).get(key, default)
@@ -317,9 +320,6 @@ _ATTRIBUTES: Mapping[str, Callable[[_Read], Any]] = {
     "monitor_config": lambda read: DeepSpeedMonitorConfig(**{key: read.block(key) for key in DeepSpeedMonitorConfig.model_fields}),
     "hybrid_engine": lambda read: HybridEngineConfig(**read.block("hybrid_engine")),
     "timers_config": lambda read: DeepSpeedThroughputTimerConfig(**read.block("timers").get("throughput", {})),
-    "pipeline": lambda read: read.value("pipeline").model_dump(),
-    "data_efficiency_config": lambda read: read.value("data_efficiency").model_dump(),
-    "aio_config": lambda read: read.value("aio").model_dump(),
     "checkpoint_tag_validation_enabled": lambda read: _tag_validation(read) != ValidationMode.IGNORE,
     "checkpoint_tag_validation_fail": lambda read: _tag_validation(read) == ValidationMode.FAIL,
 }

@@ -173,7 +173,8 @@ class DeepSpeedEngine(Engine):
     zero_gather_16bit_weights_on_model_save = _of(lambda plan: True)  # state_dict() is complete at every stage
     fp16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.float16)
     bfloat16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.bfloat16)
-    communication_data_type = property(_of(lambda plan: plan.precision.comm_dtype))
+    zero_overlap_comm = getter("_config.zero_config.overlap_comm")
+    communication_data_type = property(_of(lambda plan: plan.precision.comm_dtype or plan.precision.param_dtype))
     dynamic_loss_scale = _of(lambda plan: plan.precision.loss_scale is not None and plan.precision.loss_scale.static is None)
     mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
     gradient_average = property(_of(lambda plan: plan.zero.reduce_op == "mean"), sparse.set_gradient_average)
@@ -267,7 +268,7 @@ class DeepSpeedEngine(Engine):
         return self._of_groups("type")
 
     def _of_groups(self, key: str) -> list[Any]:
-        return [group.get(key) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+        return [group.get(key, 0.0) for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     # -- ranks --
 

@@ -260,7 +260,7 @@ collect_python_gc(): control of Python's garbage collector; call gc.collect()
 """
 
 # Names of the config's values, or DeepSpeed's defaults: whose (A: attributes of DeepSpeedConfig; M: methods of the engine), the
-# prefixes of names and of keys, and what follows both; NAME=KEY where they differ
+# prefixes of names and of keys, and what follows both; NAME=KEY where they differ, and BLOCK{} for a block as a dictionary
 _VALUES = """
 AM - - zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown gradient_predivide_factor log_level
     optimizer_legacy_fusion=optimizer.legacy_fusion tensor_parallel_config=tensor_parallel
@@ -269,12 +269,12 @@ AM - - zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdow
 AM - checkpoint. load_universal_checkpoint=load_universal use_node_local_storage
 A - - train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation steps_per_print
     dump_state disable_python_gc disable_allgather prescale_gradients gradient_allreduce_op gradient_clipping dataloader_drop_last
-    compile_config=compile expert_parallel_config=expert_parallel autotuning_config=autotuning checkpoint_config=checkpoint
+    compile_config=compile expert_parallel_config=expert_parallel autotuning_config=autotuning checkpoint_config=checkpoint{}
     weight_quantization_config=weight_quantization zero_optimization_stage=zero_optimization.stage scheduler_name=scheduler.type
     torch_autocast_enabled=torch_autocast.enabled use_data_before_expert_parallel_=use_data_before_expert_parallelism
     checkpoint_parallel_write_pipeline=checkpoint.parallel_write.pipeline_stage
 A - data_types. grad_accum_dtype param_dtype buffer_dtype
-M zero_ zero_optimization. reduce_scatter overlap_comm offload_optimizer offload_param sub_group_size reduce_bucket_size
+M zero_ zero_optimization. reduce_scatter offload_optimizer offload_param sub_group_size reduce_bucket_size
     allgather_bucket_size compute_grad_norm contiguous_gradients load_from_fp32_weights elastic_checkpoint legacy_stage1
     ignore_unused_parameters save_muon_momentum_buffer_in_memory allgather_partitions round_robin_gradients parameter_alignment
     log_trace_cache_warnings multi_rank_bucket_allreduce=use_multi_rank_bucket_allreduce partial_offload=offload_optimizer.ratio
@@ -287,14 +287,16 @@ M flops_profiler_ flops_profiler. enabled recompute_fwd_factor profile_step modu
 M eigenvalue_ eigenvalue. verbose max_iter tol stability gas_boundary_resolution layer_name layer_num
 M fp16_ fp16.fp16_ master_weights_and_gradients=master_weights_and_grads
 M bf16_ bf16.bf16_ master_weights_and_gradients=master_weights_and_grads optimizer_states
-M - data_efficiency. data_sampling_enabled=data_sampling.enabled data_sampling_config=data_sampling
-    curriculum_learning_enabled=data_sampling.curriculum_learning.enabled random_ltd_config=data_routing.random_ltd
-    curriculum_learning_config=data_sampling.curriculum_learning
+M - data_efficiency. data_sampling_enabled=data_sampling.enabled data_sampling_config=data_sampling{}
+    curriculum_learning_enabled=data_sampling.curriculum_learning.enabled random_ltd_config=data_routing.random_ltd{}
+    curriculum_learning_config=data_sampling.curriculum_learning{}
 M - - sparse_gradients_enabled=sparse_gradients pld_enabled=progressive_layer_drop.enabled eigenvalue_enabled=eigenvalue.enabled
     curriculum_enabled_legacy=curriculum_learning.enabled amp_enabled=amp.enabled elasticity_enabled=elasticity.enabled
     random_ltd_enabled=data_efficiency.data_routing.random_ltd.enabled
-M - - aio_config=aio checkpoint_serialization_enabled=checkpoint.checkpoint_serialization autotuning_enabled=autotuning.enabled
-    data_efficiency_config=data_efficiency autotp_size=tensor_parallel.autotp_size is_deepcompile_enabled=compile.deepcompile
+AM - - aio_config=aio{} data_efficiency_config=data_efficiency{}
+A - - pipeline=pipeline{}
+M - - checkpoint_serialization_enabled=checkpoint.checkpoint_serialization autotuning_enabled=autotuning.enabled
+    autotp_size=tensor_parallel.autotp_size is_deepcompile_enabled=compile.deepcompile
 """
 
 
