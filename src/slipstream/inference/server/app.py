@@ -113,7 +113,9 @@ def create_app(
     the time in which a client reads 64 KiB (`read_timeout_s`). Raises ValueError if keys are not a sequence of non-empty ones, for
     what is no origin, or if the engine has no tokenizer.
     """
-    _check_keys(api_keys=api_keys, priority_keys=priority_keys)
+    for name, keys in (("api_keys", api_keys), ("priority_keys", priority_keys)):
+        if isinstance(keys, str) or not all(keys):
+            raise ValueError(f"{name} must be a sequence of keys, none of them empty")
     check_origins(cors_origins)
     front = Front(
         models=engine if isinstance(engine, Models) else status.OnlyModel(engine, int(time.time())),
@@ -142,12 +144,6 @@ def create_app(
     _add_errors(app)
     app.openapi = partial(_document, app, bool(api_keys or priority_keys))  # type: ignore[method-assign] # FastAPI's documented way
     return app
-
-
-def _check_keys(**given: Sequence[str]) -> None:
-    for name, keys in given.items():
-        if isinstance(keys, str) or not all(keys):
-            raise ValueError(f"{name} must be a sequence of keys, none of them empty")
 
 
 def _add_routes(app: FastAPI, front: Front) -> None:

@@ -235,6 +235,13 @@ class Compiling:
             raise RequestError(message, code="schema_too_complex") from None
 
 
+async def left(receive: Receive, call: Callable[[], object]) -> None:
+    """Call it when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    call()
+
+
 @asynccontextmanager
 async def running(
     engine: Served, work: Work, receive: Receive, compiling: Compiling, mailbox: Mailbox, arrived: float
@@ -268,12 +275,7 @@ async def running(
             if handle.done() and handle.exception() is None:
                 engine.hold(handle.result(), held)
 
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        mailbox.leave()
-
-    watcher, mailbox.hold = loop.create_task(watch()), hold
+    watcher, mailbox.hold = loop.create_task(left(receive, mailbox.leave)), hold
     try:
         try:
             for number, prompt in enumerate(work.prompts):

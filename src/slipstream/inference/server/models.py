@@ -29,6 +29,7 @@ from starlette.types import Receive
 from slipstream.inference.engine import ClosedError
 from slipstream.inference.server.bodies import HealthBody, ModelBody
 from slipstream.inference.server.errors import RequestError
+from slipstream.inference.server.generation import left
 from slipstream.inference.server.metrics import Loading, ModelFigures
 from slipstream.inference.server.prepare import Body
 from slipstream.inference.server.process import Spare
@@ -194,7 +195,7 @@ class Models:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Router] = loop.create_future()
         model.waiting.append(waiting := Queued(next(self._arrivals), future))
-        watcher = loop.create_task(_watch(receive, future))
+        watcher = loop.create_task(left(receive, partial(_leave, future)))
         self._make_room()
         try:
             return await future
@@ -309,10 +310,8 @@ def _model_of(body: bytes) -> str:
     return name
 
 
-async def _watch(receive: Receive, future: asyncio.Future[Router]) -> None:
+def _leave(future: asyncio.Future[Router]) -> None:
     """A client that leaves waits no more."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
     if not future.done():
         future.set_exception(ClientDisconnect())
 

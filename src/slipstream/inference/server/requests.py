@@ -36,12 +36,6 @@ LABELS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_messages(body: bytes) -> None:
-    """Raise RequestError for a chat of too many messages, before it is parsed, which is expensive."""
-    if body.count(b'"role"') > MAX_MESSAGES:
-        raise RequestError(f"messages: a chat may have at most {MAX_MESSAGES:,} messages", param="messages")
-
-
 def explained(kind: str, message: str) -> WrapValidator:
     """Replace pydantic's errors, one per member of a union, by one message."""
 
@@ -229,8 +223,8 @@ RequestT = TypeVar("RequestT", bound=Fields)
 
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """Parse a body. Raises RequestError, which names the invalid field."""
-    if "messages" in kind.model_fields:
-        check_messages(body)
+    if "messages" in kind.model_fields and body.count(b'"role"') > MAX_MESSAGES:  # before it is parsed, which is expensive
+        raise RequestError(f"messages: a chat may have at most {MAX_MESSAGES:,} messages", param="messages")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -235,13 +235,10 @@ class Serving:
     def parsed(self, kind: type[RequestT], body: bytes) -> RequestT:
         """The request of a body. Raises RequestError, also for another model."""
         given: Any = parse(kind, body)
-        if "model" in kind.model_fields:
-            self.check_model(self.engine.model_name if given.model is None else given.model)
+        served = (self.engine.model_name, *self.engine.adapters)
+        if "model" in kind.model_fields and given.model is not None and given.model not in served:
+            raise not_found(given.model, served)
         return given
-
-    def check_model(self, name: str) -> None:
-        if name not in (served := (self.engine.model_name, *self.engine.adapters)):
-            raise not_found(name, served)
 
     def check_number(self, prompts: int, n: int) -> None:
         if prompts * n > MAX_SEQUENCES:
