@@ -33,7 +33,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 def options(kind: str) -> dict[str, Any]:
-    return {"lr": 1e-2, "weight_decay": 0.1} | ({"momentum": 0.9} if kind == "SGD" else {})
+    others = {"SGD": {"momentum": 0.9}, "AdamW": {"eps": 1e-5}}  # with 1e-8, rounding chooses small steps
+    return {"lr": 1e-2, "weight_decay": 0.1} | others.get(kind, {})
 
 
 class Mlp(nn.Module):
