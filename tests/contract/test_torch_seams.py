@@ -79,7 +79,8 @@ def test_a_callback_runs_once_at_the_end_of_backward() -> None:
 
 
 def test_a_checkpoint_shows_in_the_hooks_of_saved_tensors() -> None:
-    """checkpointing.py: `inside_checkpoint`; also that what torch's keeps of the inputs passes through the hooks around it."""
+    """checkpointing.py: `inside_checkpoint`; also that what torch's keeps of the inputs (before 2.12 an empty tensor, too) passes
+    through the hooks around it."""
     packed: list[int] = []
     inside: list[bool] = []
 
@@ -96,7 +97,7 @@ def test_a_checkpoint_shows_in_the_hooks_of_saved_tensors() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         assert not checkpointing.inside_checkpoint()
         checkpointing.checkpoint(fn, x)
-    assert inside == [True] and packed == [x.data_ptr()]
+    assert inside == [True] and [at for at in packed if at] == [x.data_ptr()]
 
 
 def test_a_saved_tensor_shares_its_storage_and_version() -> None:

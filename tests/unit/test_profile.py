@@ -70,6 +70,18 @@ def counted(model: nn.Module, x: Tensor, **options: Any) -> Counts:
     return count(model, (x,), {}, dict(model.named_modules()), **options)
 
 
+def test_keys_of_fewer_heads_cost_what_as_many_cost() -> None:
+    """torch before 2.12 does not count them."""
+
+    class Grouped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = x.view(B, S, 4, D // 4).transpose(1, 2), x[..., : D // 2].reshape(B, S, 2, D // 4).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True).square().mean()
+
+    found = total(counted(Grouped(), torch.randn(B, S, D, requires_grad=True)))
+    assert (found.forward, found.backward) == (SCORES, SCORES * 5 // 2)
+
+
 def test_work_by_module_is_that_of_the_formula() -> None:
     model, x = Blocks(), torch.randn(B, S, D, requires_grad=True)
     counts = counted(model, x)

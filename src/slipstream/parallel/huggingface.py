@@ -299,10 +299,11 @@ def _traced(model: nn.Module, layers: str, outside: Sequence[str]) -> tuple[list
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     error: Exception | None = None
     try:
-        # some models read the values of a mask of two dimensions, or of positions without one, which meta does not have
-        for mask in (None, torch.zeros(1, 1, 2, 2, device="meta")):
+        # some models read the values of a mask of two dimensions, which meta does not have, or make positions of any mask
+        mask = torch.zeros(1, 1, 2, 2, device="meta")
+        for given in ({"attention_mask": None}, {"attention_mask": mask}, {"attention_mask": mask, "position_ids": ids}):
             called.clear()
-            arguments = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+            arguments = {"input_ids": ids, "use_cache": False, **given}
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     torch.func.functional_call(model, meta, (), arguments, tie_weights=False)

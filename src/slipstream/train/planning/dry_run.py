@@ -37,6 +37,7 @@ from slipstream.zero.wrap import repeated_blocks as repeated_blocks
 from slipstream.zero.wrap import wrap
 
 _aten = torch.ops.aten
+_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")  # torch's kernels
 Formula = Callable[..., int]  # of an operation's arguments, and of its result as out_val
 
 
@@ -45,12 +46,23 @@ def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * b.shape[-1] * (a.numel() if a.dim() == 2 or b.dim() == 3 else a.shape[-2] * a.shape[-1])
 
 
+def _attention_flops(q: Tensor, _: Tensor, v: Tensor, *__: Any, **___: Any) -> int:
+    """Of q [..., queries, d] with keys and values of as many heads or fewer: the scores, and their product with the values."""
+    return 2 * q.shape[:-1].numel() * v.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def _attention_backward_flops(_: Tensor, q: Tensor, __: Tensor, v: Tensor, *___: Any, **____: Any) -> int:
+    """The scores again, and the gradients of scores, values, queries and keys."""
+    return 2 * q.shape[:-1].numel() * v.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
 @functools.cache
 def formulas() -> Mapping[Any, Formula]:
-    """The FLOP of operations by packet: torch's, and those that its registry lacks.
+    """The FLOP of operations by packet: torch's, those that its registry lacks, and attention's, which torch before 2.12 refuses to
+    count if keys have fewer heads than queries.
 
-    The CPU kernels of attention have the arguments of the CUDA kernels. Block-sparse attention computes scores and values of its
-    tiles in the forward; in the backward the scores again, and four products more.
+    Block-sparse attention computes scores and values of its tiles in the forward; in the backward the scores again, and four
+    products more.
     """
     from slipstream.ops import block_sparse, grouped  # registers its operations
 
@@ -64,10 +76,8 @@ def formulas() -> Mapping[Any, Formula]:
 
     return {
         **flop_registry,
-        _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-            _aten._scaled_dot_product_flash_attention_backward
-        ],
+        **{getattr(_aten, f"_scaled_dot_product_{name}"): _attention_flops for name in _ATTENTION},
+        **{getattr(_aten, f"_scaled_dot_product_{name}_backward"): _attention_backward_flops for name in _ATTENTION},
         **({_aten._grouped_mm: _grouped_flops} if hasattr(_aten, "_grouped_mm") else {}),
         ours.block_sparse_forward: forward,
         ours.block_sparse_backward: backward,
