@@ -1,6 +1,7 @@
 """Complete parameters, gradients and optimizer state by name, in every stage; and the errors of invalid accesses."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,52 @@ def test_gathered_takes_one_ranks_values(transport: str) -> None:
                 model.head.bias.fill_(3.0)
         assert engine.state_dict()["head.bias"].eq(3).all()
         engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_different_writes_in_gathered_are_refused_by_name(transport: str) -> None:
+    """Also if only one rank writes, to elements that another one owns."""
+    for stage in cases.stages(transport):
+        model = toy.seeded(toy.Lm)
+        engine = toy.make(model, stage, transport)
+        before = toy.checksum(engine)
+        said = r"different values to 'head.weight' and 1 more inside.*modifier_rank=0"
+        with pytest.raises(ValueError, match=said), zero.gathered(model), torch.no_grad():
+            torch.manual_seed(engine.rank)
+            model.blocks[0].up.bias.fill_(1.0)
+            model.head.weight.normal_()
+            model.head.bias.data = torch.randn(48)
+        with pytest.raises(ValueError, match=r"different values to 'head.bias' inside"), zero.gathered(model.head.bias):
+            model.head.bias.data[0] += engine.rank
+        assert toy.checksum(engine) == before
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_gathered_refuses_a_rank_that_is_not_there(transport: str) -> None:
+    for stage in cases.stages(transport, (0, 3)):
+        engine, twin = (toy.make(toy.seeded(toy.Lm), stage, transport) for _ in range(2))
+        with pytest.raises(ValueError, match=r"modifier_rank is 2, but the data-parallel ranks are 0\.\.1"):
+            zero.gathered(engine.module, modifier_rank=2).__enter__()
+        for each in (engine, twin):
+            toy.step(each, toy.tokens(engine.rank, 0))
+        assert int(toy.checksum(engine)) == int(toy.checksum(twin)), "the parameters are the engine's"
+        for each in (engine, twin):
+            each.destroy()
+
+
+@distributed(world_size=2, transports=("gloo",))
+def test_gathered_writes_nothing_that_was_not_changed(transport: str) -> None:
+    """Weights that codes have brought up to date differ from their masters, which keep what the codes lost."""
+    engine = toy.make(toy.seeded(toy.Lm), 1, transport, dtype="bf16", zero_optimization={"zero_quantized_weights": True})
+    toy.step(engine, toy.tokens(engine.rank, 0))
+    before = engine.optimizer_state("head.weight")["master"]
+    with zero.gathered(engine.module), torch.no_grad():
+        engine.module.head.bias[0] = 2.0
+    assert engine.optimizer_state("head.weight")["master"].equal(before)
+    assert engine.optimizer_state("head.bias")["master"][0] == 2
+    engine.destroy()
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
@@ -316,6 +363,21 @@ def test_writes_in_place_reach_the_masters(transport: str) -> None:
             toy.step(engine, toy.tokens(engine.rank, 0))
             assert (engine.optimizer_state("head.bias")["master"] - 2).abs().max() < 0.02
             engine.destroy()
+
+
+@distributed(world_size=2)
+def test_writes_in_place_reach_the_masters_after_a_read() -> None:
+    for stage in (0, 1, 2):
+        engine = toy.make(toy.seeded(toy.Lm), stage, dtype="bf16")
+        average = slipstream.ema.Ema(engine)
+        for i, read in enumerate((engine.state_dict, lambda: zero.gathered(engine.module), average.applied)):
+            with torch.no_grad():
+                engine.module.head.bias.fill_(2.0 + i)
+            with read() if i else nullcontext(read()):
+                pass
+            toy.step(engine, toy.tokens(engine.rank, 0))
+            assert (engine.optimizer_state("head.bias")["master"] - 2 - i).abs().max() < 0.02, (stage, i)
+        engine.destroy()
 
 
 # ---- graphs from before a step

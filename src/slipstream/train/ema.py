@@ -31,6 +31,7 @@ from slipstream.train.saving import entries
 from slipstream.train.saving.entries import spread_weights
 from slipstream.zero import access
 from slipstream.zero.leaves import whole_shape
+from slipstream.zero.shown import check_writes
 from slipstream.zero.storage.store import Store, copy_store, pieces
 from slipstream.zero.unit import Unit
 
@@ -126,6 +127,8 @@ class Ema:
         """Swap masters and averages, and update the weights from the masters. Collective."""
         for unit in self.engine.units:
             unit.release()
+            if not back:
+                check_writes(unit)
         for unit, average in self._averages.items():
             if average.dtype == unit.master.dtype:
                 _swap(average, unit.master)

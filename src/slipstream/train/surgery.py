@@ -206,7 +206,7 @@ class Surgery:
         for unit in states.units:
             unit.shown.let_reads_raise()
             if unit in self.copies:
-                access.end_copy(unit, range(len(unit.params)), self.copies[unit], None, write=False)
+                unit.shown.end_copies(range(len(unit.params)))
             elif not unit.placement.weights:
                 for param, view in zip(unit.params, unit.shown.views, strict=True):
                     if param.data_ptr() != view.data_ptr():  # discard `p.data = ...`
@@ -494,7 +494,9 @@ class Change:
             if touched:
                 copy = self.copies.pop(unit) if unit in self.copies else access.full_values(unit)
                 access.copy_assigned(unit, touched, copy)
-                access.end_copy(unit, touched, copy, 0, write=True)
+                access.use_values_of(0, unit, copy)
+                access.write_back(unit, touched, copy)
+                unit.shown.end_copies(touched)
 
     def _build(self, going: list[Unit], first: int) -> dict[int, Unit]:
         """Build the new units, keyed by group and numbered from `first` for now; free each unit of `going` after its last use."""

@@ -22,7 +22,8 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, modif
             model.head.weight.normal_()
 
     Works in every stage. Parameters of no engine are left as they are. With `modifier_rank` None all ranks must write the
-    same values; otherwise the values of that data-parallel rank are used. An exception inside writes nothing.
+    same values, else the end raises ValueError; otherwise the values of that data-parallel rank are used. An exception inside
+    writes nothing.
     """
     from slipstream.zero import access
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -11,11 +11,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.world.mesh import Axis
-from slipstream.zero.comm import broadcast_from, gather_objects, reduce_into
-from slipstream.zero.layout import Slot
+from slipstream.zero.comm import Comm, broadcast_from, gather_objects, reduce_into
+from slipstream.zero.layout import ALIGN, Slot
 from slipstream.zero.leaves import Part, cuts_of, take
-from slipstream.zero.shown import refuse_writes
-from slipstream.zero.storage.store import fill_zero
+from slipstream.zero.shown import check_writes, refuse_writes
+from slipstream.zero.storage.store import MemoryStore, fill_zero, round_up
 from slipstream.zero.unit import State, Unit
 
 # Every live unit of the process, in the same order on all ranks (that of registration): a parameter does not know its unit
@@ -125,27 +125,22 @@ def show_copy(unit: Unit, indices: Iterable[int]) -> Tensor:
     return copy
 
 
-def end_copy(unit: Unit, indices: Iterable[int], copy: Tensor, modifier_rank: int | None, *, write: bool) -> None:
-    """Undo `show_copy`. With `write`, which is collective, first store the values of `copy` (or of `modifier_rank`'s)."""
-    if write:
-        _write_back(unit, indices, copy, modifier_rank)
-    unit.shown.end_copies(indices)
-
-
 @contextmanager
 def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, write: bool = True) -> Iterator[None]:
-    """Point the chosen parameters at private unsharded copies, and write changes back to every shard at the end.
+    """Point the chosen parameters at private unsharded copies, and write what was changed back to every shard at the end.
 
-    With `modifier_rank` None, every rank writes the spans it owns from its own copy, so all ranks must write the same values;
-    otherwise the copy of that data-parallel rank is used. If all ranks raise inside, nothing is written; if only some do, the
-    others wait for them at the end until the watch stops them. The engine's forward may run inside, and uses the copies.
-    Raises an error if the engine's disk has failed, or if masters are away and `write` is set.
+    With `modifier_rank` None, all ranks must write the same values: else the end raises ValueError on all of them, and writes
+    nothing. Otherwise the copy of that data-parallel rank is used. If all ranks raise inside, nothing is written; if only some do,
+    the others wait for them at the end until the watch stops them. The engine's forward may run inside, and uses the copies.
+    Raises ValueError for a rank that does not exist, and an error if the engine's disk has failed, or if masters are away and
+    `write` is set.
     """
     for homes in {id(unit.homes): unit.homes for unit in chosen}.values():
         homes.check()
-    if write:
-        for unit in chosen:
-            refuse_writes(unit)
+    for unit in chosen if write else ():
+        refuse_writes(unit)
+        if modifier_rank is not None and not 0 <= modifier_rank < (size := unit.comms.data.size) and size > 1:
+            raise ValueError(f"modifier_rank is {modifier_rank}, but the data-parallel ranks are 0..{size - 1}")
     data = next((unit.comms.data for unit in chosen), None)
     for unit in chosen:
         unit.copy_on_read()
@@ -155,23 +150,26 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
     chosen = {unit: [i for i in indices if i not in unit.shown.copies] for unit, indices in chosen.items()}
     chosen = {unit: indices for unit, indices in chosen.items() if indices}
     copies: dict[Unit, Tensor] = {}
-    written = False
     try:
         for unit, indices in chosen.items():
+            check_writes(unit)
             copies[unit] = show_copy(unit, indices)
         with _keeping_for_backward() if copies and torch.is_grad_enabled() else nullcontext():
             yield
         if write:
-            for unit, indices in chosen.items():
-                copy_assigned(unit, indices, copies[unit])
+            for unit, copy in copies.items():
+                copy_assigned(unit, chosen[unit], copy)
+                if modifier_rank is not None:
+                    use_values_of(modifier_rank, unit, copy)
             if data is not None and data.size > 1 and modifier_rank is not None:
                 for param in shown:
                     param.data = param.data.contiguous()
                     broadcast_from(param.data.view(-1), data.axis, modifier_rank)
-        written = write
+            for unit, indices in _changed(chosen, copies).items():
+                write_back(unit, indices, copies[unit])
     finally:
-        for unit, copy in copies.items():
-            end_copy(unit, chosen[unit], copy, modifier_rank, write=written)
+        for unit in copies:
+            unit.shown.end_copies(chosen[unit])
 
 
 @contextmanager
@@ -179,12 +177,13 @@ def shown_as(values: Mapping[Unit, Mapping[int, Tensor]]) -> Iterator[None]:
     """Inside, parameters have these unsharded values on this rank. Nothing is written back; not collective."""
     values = {unit: {i: value for i, value in of_unit.items() if i not in unit.shown.copies} for unit, of_unit in values.items()}
     for unit, of_unit in values.items():
+        check_writes(unit)
         unit.shown.show_copies(of_unit)
     try:
         yield
     finally:
         for unit, of_unit in values.items():
-            end_copy(unit, of_unit, unit.full, None, write=False)
+            unit.shown.end_copies(of_unit)
 
 
 @contextmanager
@@ -221,11 +220,58 @@ def copy_assigned(unit: Unit, indices: Iterable[int], copy: Tensor) -> None:
             view.copy_(new)
 
 
-def _write_back(unit: Unit, indices: Iterable[int], values: Tensor, modifier_rank: int | None) -> None:
-    data = unit.comms.data
-    if modifier_rank is not None and data.size > 1:
-        broadcast_from(values, data.axis, modifier_rank)
-    data.exchange(torch.zeros(1, dtype=torch.float64))  # barrier: no rank reads the old values any more
+def use_values_of(rank: int, unit: Unit, values: Tensor) -> None:
+    """Overwrite `values` of a unit with those of a data-parallel rank. Collective."""
+    if unit.comms.data.size > 1:
+        broadcast_from(values, unit.comms.data.axis, rank)
+
+
+def _equals(unit: Unit) -> Comm:
+    """The ranks whose weights are equal: replicas that train on their own differ."""
+    return unit.comms.dp if unit.comms.family.apart.size > 1 else unit.comms.data
+
+
+def _changed(chosen: Mapping[Unit, Sequence[int]], copies: Mapping[Unit, Tensor]) -> dict[Unit, list[int]]:
+    """Those of the chosen parameters whose values a rank has changed in its copies. Collective.
+
+    Raises ValueError, on all ranks, if ranks have changed a parameter differently.
+    """
+    result: dict[Unit, list[int]] = {}
+    apart: list[str] = []
+    for unit, indices in chosen.items():
+        own = [number for i in indices for number in _change(unit, i, copies[unit])]
+        comm = _equals(unit)
+        rows = comm.exchange(torch.tensor(own, dtype=torch.float64)).view(comm.size, len(indices), 2)
+        changed, differs = rows[:, :, 0].any(0).tolist(), (rows[:, :, 1] != rows[0, :, 1]).any(0).tolist()
+        result[unit] = [i for i, is_changed in zip(indices, changed, strict=True) if is_changed]
+        apart += [unit.names[i] for i, differ in zip(indices, differs, strict=True) if differ]
+    if apart:
+        raise ValueError(
+            f"ranks have written different values to {apart[0]!r}{f' and {len(apart) - 1} more' if apart[1:] else ''} inside "
+            "gathered(), and nothing is stored: write the same on all ranks (seed them alike), or pass modifier_rank=0 to use "
+            "those of rank 0"
+        )
+    return {unit: indices for unit, indices in result.items() if indices}
+
+
+def _change(unit: Unit, i: int, copy: Tensor) -> tuple[float, float]:
+    """Whether this rank knows that parameter i has other values in `copy`, and a checksum of those; 0 if it has not changed.
+
+    Where weights are sharded, a rank knows it of its own span only, and the checksum is that of the values in any case.
+    """
+    slot = unit.layout.slots[i]
+    inside, of_param = slot.common(unit.span if unit.placement.weights else (0, unit.layout.numel))
+    old = (unit.weights if unit.placement.weights else MemoryStore(unit.full)).get(inside.start, inside.stop).to(copy.device)
+    is_changed = not torch.equal(copy[slice(*slot.span)][of_param].view(torch.uint8), old.view(torch.uint8))
+    if not (is_changed or unit.placement.weights):
+        return 0.0, 0.0
+    padded = copy[slot.offset : slot.offset + round_up(slot.numel, ALIGN)]
+    return float(is_changed), float(int(padded.view(torch.int64).sum()) % (1 << 53))  # exact in float64
+
+
+def write_back(unit: Unit, indices: Iterable[int], values: Tensor) -> None:
+    """Store the values of some parameters, which are equal on all ranks, in the shards and masters. Collective."""
+    _equals(unit).exchange(torch.zeros(1, dtype=torch.float64))  # barrier: no rank reads the old values any more
     with torch.no_grad():
         for i in indices:
             slot = unit.layout.slots[i]

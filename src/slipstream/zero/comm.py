@@ -457,8 +457,6 @@ def _allow(seconds: float, group: Any) -> None:
 
 def broadcast_from(tensor: Tensor, axis: Axis, index: int) -> None:
     """Overwrite `tensor` with that of the rank at this place on the axis, through its process group."""
-    if not 0 <= index < axis.size:
-        raise ValueError(f"modifier_rank is {index}, but the data-parallel ranks are 0..{axis.size - 1}")
     if tensor.numel():
         dist.broadcast(_bytes(tensor), src=axis.ranks[index], group=axis.group)
 

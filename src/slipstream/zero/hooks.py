@@ -36,7 +36,7 @@ from slipstream.zero.leaves import trainable_error
 from slipstream.zero.parameter import raw_grad
 from slipstream.zero.shown import check_writes
 from slipstream.zero.trees import tensors_in
-from slipstream.zero.unit import State, Unit
+from slipstream.zero.unit import Unit
 
 F = TypeVar("F", bound=Callable[..., Any])
 _compiler: Any = torch._C._dynamo.eval_frame
@@ -321,9 +321,8 @@ class Hooks:
         if self.frozen and torch.is_grad_enabled():
             self._hook_gradients()
         for unit in self.units:
-            if unit.state is State.GATHERED:
-                check_writes(unit)
-                unit.show_weights()
+            check_writes(unit)
+            unit.show_weights()
             unit.shown.let_reads_gather(True)
         for unit in self.root_units:
             unit.gather()

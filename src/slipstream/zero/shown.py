@@ -163,10 +163,12 @@ class Shown:
         self.is_locked = is_locked
 
     def written(self) -> Iterator[int]:
-        """Yield the parameters that were written in place since the last `accept_write`. All must view the full weights.
+        """Yield the parameters that were written in place since the last `accept_write`; none while they are released.
 
-        Raises RuntimeError if a parameter has other memory.
+        Raises RuntimeError if a parameter has other memory than the full weights.
         """
+        if self._current is self._released:
+            return
         base = self.full.data_ptr()
         for i, (param, offset) in enumerate(zip(self.params, self._offsets, strict=True)):
             if i in self.copies:

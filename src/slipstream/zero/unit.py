@@ -276,8 +276,8 @@ class Unit:
     def sleep(self) -> None:
         """Make reads of the parameters raise until `wake_up`, also if the weights are replicated."""
         self.release()
+        check_writes(self)
         if self.state is State.GATHERED:
-            check_writes(self)
             self.shown.show_released(placeholders=True)
         self.comms.weights.changed()  # what is kept is dropped
         self.state = State.ASLEEP
