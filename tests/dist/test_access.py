@@ -134,6 +134,16 @@ def test_an_exception_in_gathered_writes_nothing(transport: str) -> None:
         engine.destroy()
 
 
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_thousands_of_parameters_are_gathered_at_once(transport: str) -> None:
+    model = nn.ParameterList(torch.zeros(1) for _ in range(5000))
+    engine = toy.make(model, 3, transport)
+    with zero.gathered(model), torch.no_grad():
+        model[4999].fill_(1.0)
+    assert engine.state_dict()["4999"] == 1
+    engine.destroy()
+
+
 @distributed(world_size=2)
 def test_gathered_ignores_ordinary_parameters() -> None:
     linear = nn.Linear(2, 2)

@@ -246,8 +246,10 @@ class SharedComm(Comm):
             self.wait_posted(common, rank, common.posted, "weights")
 
     def exchange(self, values: Tensor) -> Tensor:
+        return torch.cat([self._exchange(piece) for piece in values.split(_EXCHANGE_NUMEL - 1)], dim=1)
+
+    def _exchange(self, values: Tensor) -> Tensor:
         n = values.numel()
-        assert n < _EXCHANGE_NUMEL, f"exchange of {n} values, at most {_EXCHANGE_NUMEL - 1}"
         buffer = self.exchange_buffers[self.exchanges % 2]
         self.exchanges += 1
         buffer.tensor[0] = n
