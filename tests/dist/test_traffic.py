@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slipstream import zero
 from slipstream.compat import comm
 from slipstream.compat import engine as compat
 from slipstream.train.planning import explain
+from slipstream.zero.leaves import mark_part
 from tests import cases, toy
 from tests.pool import distributed
 
@@ -44,6 +46,25 @@ def test_comms_logger(world_size: int, transport: str) -> None:
         moved = sum(nbytes for name, nbytes in sent.items() if name != "all_reduce")  # the verdict's few numbers
         assert moved == predicted, (stage, sent)
         engine.destroy()
+
+
+@distributed(world_size=4, transports=("gloo",))
+def test_a_read_of_experts_makes_later_steps_no_slower(world_size: int, transport: str) -> None:
+    """Operations that followed on the same ones before are launched without a comparison of the ranks."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
+    mark_part(model[1].weight, "ep", 2)
+    engine, *_ = compat.initialize(model=model, config=toy.settings(3, transport, comms_logger={"enabled": True}))
+    sent = []
+    for step in range(6):
+        engine.states.resources["traffic"].reset()
+        engine.backward(engine(torch.ones(2, 64)).square().mean())
+        engine.step()
+        sent.append(engine.states.resources["traffic"].summary()["sent_bytes"]["all_reduce"])
+        if step == 2:
+            with zero.gathered(model[1].weight):
+                pass
+    assert sent[-1] == sent[2], sent
+    engine.destroy()
 
 
 @distributed(world_size=2, transports=("gloo",))

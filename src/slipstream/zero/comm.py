@@ -253,10 +253,9 @@ class ProcessGroupComm(Comm):
         self.staged = device.type != "cpu" and group._get_backend(device).name() == "gloo"
         self.on_host = device.type == "cpu" or self.staged
         self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, group, record=watch.record)
-        self.course = 0  # checksum of all operations since the last exchange
+        self.course = 0  # checksum of all operations since the last exchange or the beginning of the step
+        self.course_step = 0
         self.known: dict[int, int] = {}  # course -> the operation that followed on all ranks
-        self.exchanged = False
-        self.course_step = 0  # without exchanges on this axis, each step resets the course
         watch.ledgers.append(self.ledger)
         _allow(watch.timeout_s, group)
 
@@ -272,8 +271,8 @@ class ProcessGroupComm(Comm):
         nbytes: equal on all ranks, of the whole buffer. sent: what leaves this rank; None: the part of the other ranks
         """
         if self.on_host:
-            if not self.exchanged and self.course_step != self.watch.step:
-                self.course, self.course_step = 0, self.watch.step
+            if self.course_step != self.watch.step:
+                self.course, self.course_step = 1, self.watch.step  # another one than after an exchange
             # Blocks of one shape: gathers of different ones would match. (A sum may come from different stages of a pipeline.)
             unit = self.watch.unit if operation == "all-gather" else ""
             checksum = zlib.crc32(f"{operation} {nbytes} {unit}".encode())
@@ -429,9 +428,8 @@ class ProcessGroupComm(Comm):
         raise AssertionError("a process group has no common memory")
 
     def exchange(self, values: Tensor) -> Tensor:
-        count, self.exchanged = values.numel(), True
         pieces = values.split(_ROW - _HEAD)
-        rows = torch.cat([self._compare(count, self.course, piece, "exchange") for piece in pieces], dim=1)
+        rows = torch.cat([self._compare(values.numel(), self.course, piece, "exchange") for piece in pieces], dim=1)
         self.course = 0
         return rows
 
