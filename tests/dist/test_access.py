@@ -407,6 +407,24 @@ def test_a_graph_from_before_the_step_is_refused(transport: str) -> None:
 # ---- the optimizer that initialize returns
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+@distributed(world_size=2)
+def test_an_engine_gives_a_users_optimizer_back(kind: Any) -> None:
+    """Meanwhile only the engine steps it: its own step would train nothing, for its parameters have no gradients."""
+    model = toy.seeded(toy.Lm)
+    optimizer = kind(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        engine, *_ = slipstream.initialize(model=model, optimizer=optimizer, config=toy.settings(2, optimizer=None))
+        with pytest.raises(RuntimeError, match=r"owns; call engine\.step\(\)"):
+            optimizer.step()
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        engine.destroy()
+    before = model.head.bias.detach().clone()
+    model(toy.tokens(0, 0)).backward()
+    optimizer.step()
+    assert not model.head.bias.equal(before) and optimizer.state[model.head.bias]["step"] == 1
+
+
 @distributed(world_size=2)
 def test_the_optimizer_is_stepped_by_the_engine_only() -> None:
     engine = toy.make(toy.seeded(toy.Net), 2)

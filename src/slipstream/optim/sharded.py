@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -119,7 +120,14 @@ class ShardedSteps(ABC):
         # Some optimizers make state when they are built (Adagrad), and a user's may have stepped: that state is sharded here
         self._initial: dict[Tensor, dict[str, Any]] = dict(inner.state)
         inner.state.clear()
+        self._stepping = False
+        self._guard = inner.register_step_pre_hook(_refusal(weakref.ref(self)))
         self.add(units)
+
+    def close(self) -> None:
+        """Give the optimizer back to its owner, without states."""
+        self._guard.remove()
+        self.inner.state.clear()
 
     @property
     def has_optimizer(self) -> bool:
@@ -278,6 +286,19 @@ class ShardedSteps(ABC):
         """Set the values that `scalars` returned."""
 
 
+def _refusal(owner: weakref.ref[ShardedSteps]) -> Callable[..., None]:
+    """A hook that refuses steps of an optimizer while `owner` lives and does not step it."""
+
+    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+        steps = owner()
+        if steps is not None and not steps._stepping:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called on an optimizer that an engine owns; call engine.step()"
+            )
+
+    return refuse
+
+
 class TorchSteps(ShardedSteps):
     """Any torch optimizer, unit by unit, on copies of the gradient pieces in the master's dtype, which is also the states' dtype.
 
@@ -291,8 +312,6 @@ class TorchSteps(ShardedSteps):
         super().__init__(inner, units, None)
         self.whole, self.state_dtype = whole, state_dtype
         self.lazy = isinstance(inner, torch.optim.SparseAdam)  # steps the rows whose gradient is not 0
-        inner.register_step_pre_hook(self._refuse_outside)
-        self._stepping = False
         self._before: list[dict[str, Any]] = []  # each group's values at the beginning of the engine's step
         self._after: dict[int, dict[str, Any]] = {}  # of the groups that have advanced since
 
@@ -304,12 +323,6 @@ class TorchSteps(ShardedSteps):
         for piece in self.members.pop(unit).pieces:
             if piece.leaf is not None:
                 self.inner.state.pop(piece.leaf, None)
-
-    def _refuse_outside(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._stepping:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called on an optimizer that an engine owns; call engine.step()"
-            )
 
     def _leaf(self, piece: UpdatePiece) -> Tensor:
         if piece.leaf is None:

@@ -673,6 +673,7 @@ class Engine(nn.Module):
             closing.callback(self.watch.stop)
             for comm in (*self.states.transports(), *self.states.resources.values()):
                 closing.callback(comm.close)
+            closing.callback(self.states.steps.close)
             closing.callback(self.states.updater.close)
             self._return_parameters()
 
