@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slipstream.moe import GatedMLP, MoE
 from slipstream.optim import Lamb, Lion, Muon, muon_groups
 from slipstream.optim.muon import orthogonalize
 from slipstream.optim.rules import trust_ratio
@@ -302,6 +303,13 @@ def test_muon_groups() -> None:
     assert names_of(model, muon) == {"up.weight", "shared_expert.weight"}
     assert len(names_of(model, adam)) == 6
     assert len(muon["params"] + adam["params"]) == len(list(model.parameters()))
+
+
+def test_muon_groups_tell_a_shared_expert_from_a_shared_embedding() -> None:
+    model = nn.ModuleDict({"shared": nn.Embedding(8, 4), "moe": MoE(4, num_experts=2, shared=GatedMLP(4, 8))})  # as T5 calls it
+    muon, adam = muon_groups(model.named_parameters())
+    assert {"moe.shared.gate_up.weight", "moe.shared.down.weight"} <= names_of(model, muon)
+    assert names_of(model, adam) == {"shared.weight"}
 
 
 def test_muon_groups_keep_the_callers_groups() -> None:

@@ -211,14 +211,11 @@ _ITERATIONS: dict[str, tuple[Callable[[Tensor, int], Tensor], torch.dtype]] = {
 
 def _is_hidden_matrix(name: str, param: Tensor) -> bool:
     lowered = name.lower()
-    if "embed" in lowered or "lm_head" in lowered or _EMBEDDING_MODULES & set(lowered.split(".")):
+    *outer, holder, _ = ["", "", *lowered.split(".")]
+    if "embed" in lowered or "lm_head" in lowered or {"wte", "wpe"} & {*outer, holder} or holder == "shared":  # GPT-2's, T5's
         return False
     shape = whole_shape(param)
     return len(shape) - is_stack(param) >= 2 and min(shape[-2:] if len(shape) <= 3 else (shape[0], math.prod(shape[1:]))) > 1
-
-
-# Embeddings whose names lack "embed": GPT-2's tokens and positions, T5's tokens.
-_EMBEDDING_MODULES = frozenset({"wte", "wpe", "shared"})
 
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
