@@ -20,10 +20,9 @@ from slipstream.ops import Blocks, Stochastic
 from slipstream.optim import rules
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import ShardedSteps, UpdatePiece
-from slipstream.optim.wholes import axes_of
 from slipstream.world.mesh import Axis
 from slipstream.zero.layout import ALIGN, Span
-from slipstream.zero.leaves import is_stack
+from slipstream.zero.leaves import cuts_of_tensors, is_stack
 from slipstream.zero.placement import Tier
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.store import Section, Store, section, write
@@ -157,7 +156,8 @@ class NativeSteps(ShardedSteps):
         """
         run: Run | None = None
         for piece in self.pieces([unit]):
-            axes = tuple(axis for _, axis in axes_of(unit, piece.i)) if self.rule.is_whole else ()
+            cuts = cuts_of_tensors(piece.param) if self.rule.is_whole else ()
+            axes = tuple(unit.comms.family.parts_of(part.split) for part in cuts)
             for start, stop in self._parts(piece):
                 following = Run(start, stop, piece.group, piece.step + 1, axes)
                 if run is None:

@@ -18,10 +18,11 @@ from torch.optim.optimizer import Optimizer
 
 from slipstream import ops
 from slipstream.ops import Blocks, Stochastic
-from slipstream.optim.wholes import Squares, summed
 from slipstream.world.mesh import Axis
+from slipstream.zero.comm import sum_over
 
 State = Tensor | Blocks
+Squares = tuple[float | Tensor, float | Tensor]
 
 
 class Arrays(NamedTuple):
@@ -117,6 +118,15 @@ def lamb(
     ops.lamb_apply(master, exp_avg, exp_avg_sq, out, lr=lr * ratio, **options)
     if record is not None:
         record((ratio, squares[0]))
+
+
+def summed(squares: Squares, axes: Sequence[Axis]) -> Squares:
+    """The sums of two squares over the ranks of each axis, as numbers or tensors like these. Collective."""
+    for axis in axes:
+        both = torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in squares])
+        sum_over(both, axis)
+        squares = (both[0], both[1]) if isinstance(squares[0], Tensor) else (float(both[0]), float(both[1]))
+    return squares
 
 
 def trust_ratio(weights: float | Tensor, update: float | Tensor, minimum: float, maximum: float) -> float | Tensor:

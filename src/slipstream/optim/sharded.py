@@ -24,10 +24,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.optim.rules import Rule, unsupported_option
-from slipstream.optim.wholes import Joint, cuts_over
+from slipstream.zero.access import Joint, joined, joints
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.layout import Span
-from slipstream.zero.leaves import cuts_of
+from slipstream.zero.leaves import cuts_of, cuts_of_tensors
 from slipstream.zero.storage.store import Section, Store, read
 from slipstream.zero.storage.stream import Ring, StateChunk
 from slipstream.zero.unit import Unit
@@ -306,6 +306,11 @@ class TorchSteps(ShardedSteps):
 
     Some optimizers count steps in their groups. So the call for each unit starts from the groups' values at the beginning of the
     engine's step, and a group keeps the values of a call that stepped some of its parameters: groups advance once per step.
+
+    [Note: Parts of wholes] An optimizer that needs whole tensors (Muon, Adafactor) steps the whole of a parameter that is cut over
+    an axis: weights, gradients and states are joined, each rank computes the same update and keeps its part.
+    `zero.layout.whole_layout` gives the parts of one whole to the same place among the shards of each family, so exactly these
+    ranks step it, in the same order. The experts of a stack are wholes themselves. LAMB needs sums of squares only (`summed`).
     """
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, whole: bool, state_dtype: torch.dtype) -> None:
@@ -349,7 +354,7 @@ class TorchSteps(ShardedSteps):
         stepped: list[Tensor] = []  # what the optimizer steps: leaves, or the wholes of which they are parts
         for piece, leaf in zip(pieces, leaves, strict=True):
             stepped.append(self._joined(piece, leaf))
-            grad = _through(self._cuts(piece), grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape))
+            grad = joined(grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape), self._cuts(piece))
             stepped[-1].grad = grad.to_sparse(1) if self.lazy else grad
             groups[piece.group]["params"].append(stepped[-1])
         self._stepping = True
@@ -374,7 +379,7 @@ class TorchSteps(ShardedSteps):
     def _cuts(self, piece: UpdatePiece) -> tuple[Joint, ...]:
         """Collective at the first call."""
         if piece.cuts is None:
-            piece.cuts = cuts_over(piece.unit, piece.i) if self.whole else ()
+            piece.cuts = joints(piece.unit, piece.i, cuts_of_tensors(piece.param)) if self.whole else ()
         return piece.cuts
 
     def _joined(self, piece: UpdatePiece, leaf: Tensor) -> Tensor:
@@ -382,9 +387,9 @@ class TorchSteps(ShardedSteps):
         cuts = self._cuts(piece)
         if not cuts:
             return leaf
-        whole = _through(cuts, leaf)
+        whole = joined(leaf, cuts)
         state = self.inner.state.pop(leaf, {})
-        self.inner.state[whole] = {**state, **{name: _through(cuts, value) for name, value in _per_element(state, leaf).items()}}
+        self.inner.state[whole] = {**state, **{name: joined(value, cuts) for name, value in _per_element(state, leaf).items()}}
         return whole
 
     def _keep_part(self, piece: UpdatePiece, whole: Tensor) -> None:
@@ -449,13 +454,6 @@ def _per_element(state: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
 
 
 _PARAMS = {"params", "param_names"}
-
-
-def _through(cuts: Sequence[Joint], value: Tensor) -> Tensor:
-    """The whole of which `value` is this rank's part. Collective."""
-    for cut in cuts:
-        value = cut.join(value)
-    return value
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
 from slipstream.world.mesh import Axis
 from slipstream.zero.comm import Comm, broadcast_from, gather_objects, reduce_into
 from slipstream.zero.layout import ALIGN, Slot
-from slipstream.zero.leaves import Part, cuts_of, take
+from slipstream.zero.leaves import Part, Ranges, cuts_of, take
 from slipstream.zero.shown import check_writes, refuse_writes
 from slipstream.zero.storage.store import MemoryStore, fill_zero, round_up
 from slipstream.zero.unit import State, Unit
@@ -50,23 +52,50 @@ def full_values(unit: Unit) -> Tensor:
     return values
 
 
-def join(value: Tensor, part: Part, axis: Axis) -> Tensor:
-    """The whole of which every rank of `axis` has a part. Collective over the axis."""
-    pieces = gather_objects((value.cpu(), part.ranges_of(axis.index)), axis)
-    shape = [part.numel if dim == part.dim else size for dim, size in enumerate(value.shape)]
-    whole = value.new_empty(shape)
-    for piece, ranges in pieces:
-        lengths = [stop - start for start, stop in ranges]
-        for (start, stop), values in zip(ranges, piece.split(lengths, part.dim), strict=True):
-            whole.narrow(part.dim, start, stop - start).copy_(values)
-    return whole
+class Joint(NamedTuple):
+    """How one dimension of a whole is cut over an axis."""
+
+    part: Part
+    axis: Axis
+    ranges: Sequence[Ranges]  # of each rank of the axis
+
+    def join(self, value: Tensor) -> Tensor:
+        """The whole of which each rank of the axis has the part `value`. Collective over the axis."""
+        own = value.detach().movedim(self.part.dim, 0).contiguous()
+        lengths = [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
+        padded = torch.cat([own, own.new_zeros(max(lengths) - len(own), *own.shape[1:])])
+        pieces = [torch.empty_like(padded) for _ in lengths]
+        if padded.numel():
+            dist.all_gather([piece.view(torch.uint8) for piece in pieces], padded.view(torch.uint8), group=self.axis.group)
+        whole = own.new_empty(self.part.numel, *own.shape[1:])
+        for piece, ranges in zip(pieces, self.ranges, strict=True):
+            start = 0
+            for first, last in ranges:
+                whole[first:last] = piece[start : start + last - first]
+                start += last - first
+        return whole.movedim(0, self.part.dim).contiguous()
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole."""
+        return take(whole, self.part.dim, self.ranges[self.axis.index])
+
+
+def joints(unit: Unit, i: int, parts: Iterable[Part]) -> tuple[Joint, ...]:
+    """How these parts of parameter i cut it. Collective over the ranks that have them."""
+    axes = ((part, unit.comms.family.parts_of(part.split)) for part in parts)
+    return tuple(Joint(part, axis, gather_objects(part.ranges_of(axis.index), axis)) for part, axis in axes)
+
+
+def joined(value: Tensor, cuts: Iterable[Joint]) -> Tensor:
+    """The whole of which `value` is this rank's part. Collective."""
+    for cut in cuts:
+        value = cut.join(value)
+    return value
 
 
 def whole_of(value: Tensor, unit: Unit, i: int) -> Tensor:
     """The whole of which `value` is this rank's part, as of parameter i. Collective over the ranks that have the parts."""
-    for part in cuts_of(unit.params[i]):
-        value = join(value, part, unit.comms.family.parts_of(part.split))
-    return value
+    return joined(value.to(unit.homes.device), joints(unit, i, cuts_of(unit.params[i]))).to(value.device)
 
 
 def part_of_whole(whole: Tensor, unit: Unit, i: int) -> Tensor:
