@@ -70,20 +70,23 @@ class Pending(Generic[T]):
 
 
 class Comm(ABC):
-    """Collectives on flat buffers over one axis. One caller per rank; the launch order is the same on all ranks."""
+    """Collectives on flat buffers over one axis. One caller per rank; the launch order is the same on all ranks.
+
+    What it does itself is for transports without shared memory, whose operations have read their buffers when they end.
+    """
 
     exact = True  # see zero/gather.py
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis, self.index, self.size = axis, axis.index, axis.size
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis, self.index, self.size, self.device = axis, axis.index, axis.size, device
 
-    @abstractmethod
     def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         """Zeroed buffers of this rank, one for each (numel, dtype). Collective."""
+        return [Buffer(torch.zeros(numel, dtype=dtype, device=self.device)) for numel, dtype in requests]
 
-    @abstractmethod
     def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
         """Zeroed buffers that all ranks map, or None if the transport has no shared memory. Collective."""
+        return None
 
     @abstractmethod
     def reduce_scatter(self, buffer: Buffer, cuts: Cuts, out: Tensor, *, alpha: float, accumulate: bool) -> Pending[Partial]:
@@ -109,8 +112,7 @@ class Comm(ABC):
     def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
         """Call `use` with the first elements of each rank's own span, `length` of this rank's; it may get more than those."""
 
-    @abstractmethod
-    def reusable(self, buffer: Buffer) -> None:
+    def reusable(self, buffer: Buffer) -> None:  # noqa: B027
         """Wait until every rank has read this rank's last content of `buffer`."""
 
     @abstractmethod
@@ -138,15 +140,13 @@ class Comm(ABC):
 
         return Pending(finish)
 
-    def changed(self) -> None:  # noqa: B027 (what most do)
+    def changed(self) -> None:  # noqa: B027
         """Weights that are gathered have new values: nothing is kept here."""
 
-    @abstractmethod
-    def publish(self, common: Buffer) -> None:
+    def publish(self, common: Buffer) -> None:  # noqa: B027
         """Announce that this rank has rewritten its span of a common buffer."""
 
-    @abstractmethod
-    def await_published(self, common: Buffer) -> None:
+    def await_published(self, common: Buffer) -> None:  # noqa: B027
         """Wait until every rank has published `common` as often as this one has."""
 
     @abstractmethod
@@ -157,8 +157,7 @@ class Comm(ABC):
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` with the first rank's. Every rank waits for the first."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free all memory. Safe to call twice."""
 
 
@@ -184,13 +183,6 @@ def reduce_into(out: Tensor, sources: Sequence[Tensor], alpha: float, accumulate
 class LocalComm(Comm):
     """An axis of one rank: nothing moves."""
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        super().__init__(axis)
-        self.device = device
-
-    def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        return [Buffer(torch.zeros(numel, dtype=dtype, device=self.device)) for numel, dtype in requests]
-
     def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
         return self.allocate(requests)
 
@@ -203,9 +195,6 @@ class LocalComm(Comm):
     def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
         return self.swap(buffer, cuts, use)
 
-    def reusable(self, buffer: Buffer) -> None:
-        pass
-
     def all_gather(self, buffer: Buffer, cuts: Cuts) -> Pending[None]:
         return Pending(None)
 
@@ -213,19 +202,10 @@ class LocalComm(Comm):
         full.copy_(shard)
         return Pending(None)
 
-    def publish(self, common: Buffer) -> None:
-        pass
-
-    def await_published(self, common: Buffer) -> None:
-        pass
-
     def exchange(self, values: Tensor) -> Tensor:
         return values.unsqueeze(0)
 
     def broadcast(self, tensor: Tensor) -> None:
-        pass
-
-    def close(self) -> None:
         pass
 
 
@@ -248,8 +228,8 @@ class ProcessGroupComm(Comm):
     """
 
     def __init__(self, axis: Axis, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
-        super().__init__(axis)
-        self.device, self.watch, self.group = device, watch, group
+        super().__init__(axis, device)
+        self.watch, self.group = watch, group
         self.staged = device.type != "cpu" and group._get_backend(device).name() == "gloo"
         self.on_host = device.type == "cpu" or self.staged
         self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, group, record=watch.record)
@@ -258,12 +238,6 @@ class ProcessGroupComm(Comm):
         self.known: dict[int, int] = {}  # course -> the operation that followed on all ranks
         watch.ledgers.append(self.ledger)
         _allow(watch.timeout_s, group)
-
-    def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        return [Buffer(torch.zeros(numel, dtype=dtype, device=self.device)) for numel, dtype in requests]
-
-    def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
-        return None
 
     def _launch(self, operation: str, nbytes: int, sent: int | None = None) -> int:
         """Record an operation in the ledger, after a comparison across ranks if it is not the expected one.
@@ -374,9 +348,6 @@ class ProcessGroupComm(Comm):
         received = torch.empty(sum(sizes), dtype=sent.dtype, device=sent.device)
         return self.all_to_all(received, sent, sizes, lengths).then(lambda _: use(list(received.split(sizes))))
 
-    def reusable(self, buffer: Buffer) -> None:
-        pass  # the wait for the all-to-all includes the send
-
     def all_gather(self, buffer: Buffer, cuts: Cuts) -> Pending[None]:
         start, stop = cuts[self.index], cuts[self.index + 1]
         return self.gather_into(buffer.tensor[: cuts[-1]], buffer.tensor[start:stop].clone(), cuts)
@@ -421,12 +392,6 @@ class ProcessGroupComm(Comm):
         """The tensor to receive into: `tensor` itself, or as much memory on the host."""
         return torch.empty_like(tensor, device="cpu") if self.staged else tensor
 
-    def publish(self, common: Buffer) -> None:
-        raise AssertionError("a process group has no common memory")
-
-    def await_published(self, common: Buffer) -> None:
-        raise AssertionError("a process group has no common memory")
-
     def exchange(self, values: Tensor) -> Tensor:
         pieces = values.split(_ROW - _HEAD)
         rows = torch.cat([self._compare(values.numel(), self.course, piece, "exchange") for piece in pieces], dim=1)
@@ -440,9 +405,6 @@ class ProcessGroupComm(Comm):
         number = self._launch("broadcast", tensor.nbytes, tensor.nbytes * (self.index == 0))
         work: Any = dist.broadcast(_bytes(moved), src=self.axis.ranks[0], group=self.group, async_op=True)
         self._landing(work, "broadcast", number, moved, tensor).wait()
-
-    def close(self) -> None:
-        pass
 
 
 def _allow(seconds: float, group: Any) -> None:

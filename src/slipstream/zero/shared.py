@@ -90,7 +90,7 @@ class SharedComm(Comm):
     """The transport of an axis for which `hosts_agree(axis)` is true. Creating it is collective."""
 
     def __init__(self, axis: Axis, watch: Watch) -> None:
-        super().__init__(axis)
+        super().__init__(axis, torch.device("cpu"))
         self.watch = watch
         self.pids: list[int] = gather_objects(os.getpid(), axis)
         self.counters: list[tuple[Tensor, int]] = []  # per allocation: its counters and the address of the first
