@@ -300,12 +300,12 @@ def test_offload_param_device(tmp_path: Path) -> None:
     blocks = [unit for unit in probe.units(engine) if unit.block is not None]
     seen = []
     for unit in blocks:
-        unit.block.norm.register_forward_hook(lambda *_: seen.append([resident(unit.pages.memory) for unit in blocks]))
+        unit.block.norm.register_forward_hook(lambda *_: seen.append([resident(unit.pages) for unit in blocks]))
     loss = engine(toy.tokens(0, 0))
     assert all(row[i] for i, row in enumerate(seen)) and seen[1][0] == 0
     engine.backward(loss)
     engine.step()
-    assert [resident(unit.pages.memory) for unit in probe.units(engine)] == [0] * len(probe.units(engine))
+    assert [resident(unit.pages) for unit in probe.units(engine)] == [0] * len(probe.units(engine))
     engine.destroy()
 
 
@@ -319,7 +319,7 @@ def test_an_engine_for_inference_offloads_at_every_stage(tmp_path: Path) -> None
         for i in range(1 if stage == 3 or engine.rank == 0 else 3):
             with torch.no_grad():
                 assert torch.equal(engine(toy.tokens(engine.rank, i)), plain(toy.tokens(engine.rank, i)))
-        assert [resident(unit.pages.memory) for unit in probe.units(engine)] == [0] * len(probe.units(engine))
+        assert [resident(unit.pages) for unit in probe.units(engine)] == [0] * len(probe.units(engine))
         state = engine.state_dict()
         assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
         engine.save_checkpoint(str(tmp_path / str(stage)))

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from slipstream.config.plan import OffloadPlan
-from slipstream.ops.disk import Disk, DiskFacts, preflight
+from slipstream.ops.disk import ALIGNMENT, Disk, DiskFacts, preflight
 from slipstream.zero.comm import Comm, first_said, gather_objects
 from slipstream.zero.placement import Tier, Tiers
-from slipstream.zero.storage.store import PAGE, Needs, Space, Spaces
+from slipstream.zero.storage.store import Needs, Space, Spaces
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _asks(plan: OffloadPlan, needs: Needs) -> dict[str, Ask]:
         if tier != "nvme":
             continue
         assert path is not None, "resolve() requires nvme_path"
-        nbytes = max(nbytes, PAGE)  # a rank without a share, or with all parameters frozen, participates with one page
+        nbytes = max(nbytes, ALIGNMENT)  # a rank without a share, or with all parameters frozen, participates with one page
         folder, device, free = os.path.realpath(path), -1, nbytes
         with suppress(OSError):
             device, facts = os.stat(folder).st_dev, os.statvfs(folder)

@@ -36,7 +36,7 @@ from slipstream.train.states import States
 from slipstream.world.watch import PeerError
 from slipstream.zero import access, memory
 from slipstream.zero.buffers import convert_buffers
-from slipstream.zero.build import BuildContext, UnitPlan, allocate, build_block, disk_needs, longest_on_wire, plan_units
+from slipstream.zero.build import UnitPlan, allocate, build_block, disk_needs, longest_on_wire, plan_units
 from slipstream.zero.comm import first_said, gather_objects
 from slipstream.zero.hooks import Slots
 from slipstream.zero.leaves import differs_of, named_leaves, open_up, whole_shape
@@ -322,7 +322,6 @@ class Change:
         aliases = {name: firsts.get(id(param), name) for name, param in others} | {name: name for name in self.params}
         self.reader = Carried(self.origins, aliases)
         self.values = FirstValues(model, states.device, self.reader)
-        self.context = BuildContext(states.recipe, states.homes)
         new = [i for i in range(len(self.groups)) if i not in self.kept]
         self.plans = dict(zip(new, plan_units([self.groups[i] for i in new], model, states.recipe, states.families), strict=True))
         self._open_files()
@@ -500,7 +499,7 @@ class Change:
 
     def _build(self, going: list[Unit], first: int) -> dict[int, Unit]:
         """Build the new units, keyed by group and numbered from `first` for now; free each unit of `going` after its last use."""
-        steps = self.states.steps
+        steps, recipe, homes = self.states.steps, self.states.recipe, self.states.homes
         blocks: dict[str, list[int]] = {"": []}
         for i in self.plans:
             blocks.setdefault(self.groups[i].module_name, []).append(i)
@@ -519,8 +518,8 @@ class Change:
             names = [name for name in everything if name in self.origins]
             for name in everything:
                 self._prepare(self.params[name])
-            parts = zip((first + i for i in which), plans, allocate(self.context, plans), strict=True)
-            units = build_block(self.context, self.values, block, list(parts))
+            parts = zip((first + i for i in which), plans, allocate(recipe, homes, plans), strict=True)
+            units = build_block(recipe, homes, self.values, block, list(parts))
             built.update(zip(which, units, strict=True))
             steps.add(units)
             sources = {self.origins[name].unit: None for name in names}  # ordered, the same on all ranks

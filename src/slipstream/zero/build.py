@@ -166,14 +166,6 @@ class UnitPlan:
     comms: Comms
 
 
-@dataclass(frozen=True, slots=True)
-class BuildContext:
-    """The objects that all units of an engine share."""
-
-    recipe: Recipe
-    homes: Homes
-
-
 def plan_units(groups: Sequence[Group], model: nn.Module, recipe: Recipe, families: Mapping[Differs, Comms]) -> list[UnitPlan]:
     """Lay out every group. Allocates nothing."""
     leaves = {leaf.name: leaf for leaf in named_leaves(model)}
@@ -214,8 +206,8 @@ def build_units(
     plans, tiers, lane = plan_units(wrap(model), model, recipe, families), recipe.tiers, lane_of(device)
     needs = disk_needs(plans, recipe, tiers.weights_kept, on_host=lane is None)
     spaces = open_space(needs) if Tier.DISK in (tiers.weights, tiers.optim) else Spaces()  # on all ranks or on none
-    context = BuildContext(recipe, Homes(tiers, device, spaces, lane, has_peers=families[()].data.size > 1))
-    memories = allocate(context, plans)
+    homes = Homes(tiers, device, spaces, lane, has_peers=families[()].data.size > 1)
+    memories = allocate(recipe, homes, plans)
     slots = Slots(longest_on_wire([(plan.comms, plan.layout, plan.dtypes) for plan in plans if plan.group.trainable], recipe))
     blocks: dict[str, list[int]] = {"": []}  # the root comes first, even if it has no parameters
     for i, plan in enumerate(plans):
@@ -223,23 +215,23 @@ def build_units(
     values.begin(blocks)
     units = []
     for block, indices in blocks.items():
-        units += build_block(context, values, block, [(i, plans[i], memories[i]) for i in indices])
+        units += build_block(recipe, homes, values, block, [(i, plans[i], memories[i]) for i in indices])
     values.finish()
     world.exchange(torch.zeros(1, dtype=torch.float64))  # barrier: all ranks have written the common weights
     access.register(units)
-    return units, slots, context.homes
+    return units, slots, homes
 
 
-def allocate(context: BuildContext, plans: Sequence[UnitPlan]) -> list[Memory]:
+def allocate(recipe: Recipe, homes: Homes, plans: Sequence[UnitPlan]) -> list[Memory]:
     """Allocate the communication buffers of all units, family by family. Collective."""
-    memories = [Memory(poison=context.recipe.poison) for _ in plans]
+    memories = [Memory(poison=recipe.poison) for _ in plans]
     by_family: dict[Differs, list[int]] = {}
     for i, plan in enumerate(plans):
         by_family.setdefault(plan.group.differs, []).append(i)
         if plan.group.trainable:
-            _allocate_feedback(memories[i], plan.layout, plan.dtypes, context.recipe, plan.comms, context.homes.device)
+            _allocate_feedback(memories[i], plan.layout, plan.dtypes, recipe, plan.comms, homes.device)
     for _, indices in sorted(by_family.items()):
-        _allocate(context, plans[indices[0]].comms, indices, plans, memories)
+        _allocate(recipe, plans[indices[0]].comms, indices, plans, memories, on_host=homes.lane is None)
     return memories
 
 
@@ -257,17 +249,17 @@ def _allocate_feedback(memory: Memory, layout: Layout, dtypes: Dtypes, recipe: R
 
 
 def _allocate(
-    context: BuildContext, comms: Comms, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory]
+    recipe: Recipe, comms: Comms, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory], *, on_host: bool
 ) -> None:
     """Allocate the buffers of the units with these indices, which are of one family."""
-    recipe, place = context.recipe, context.recipe.placement
+    place = recipe.placement
 
     def assign(name: str, chosen: list[int], buffers: list[Buffer] | None) -> None:
         for i, buffer in zip(chosen, buffers or [], strict=False):
             setattr(memories[i], name, buffer)
 
     trainable = [i for i in indices if plans[i].group.trainable]
-    in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and context.homes.lane is None)
+    in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and on_host)
     weights = [(plans[i].layout.numel, plans[i].dtypes.weights) for i in indices]
     _allocate_codes(comms, [i for i in indices if plans[i].dtypes.rests], plans, memories)
     if place.weights and not recipe.poison and in_place:
@@ -276,7 +268,7 @@ def _allocate(
     elif not place.weights:
         assign("full", indices, comms.dp.allocate(weights))
     if place.weights and comms.group is not None:
-        _allocate_kept(comms, indices, plans, memories)
+        _allocate_kept(comms.group, indices, plans, memories)
     if not place.grads:
         local = [(plans[i].layout.numel, plans[i].dtypes.local) for i in trainable]
         assign("local", trainable, comms.dp.allocate(local))
@@ -295,26 +287,25 @@ def _allocate_codes(comms: Comms, indices: list[int], plans: Sequence[UnitPlan],
             gather.over.shard = buffer
 
 
-def _allocate_kept(comms: Comms, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory]) -> None:
-    kept = [kept_by(plans[i].comms.weights, plans[i].layout.shards(comms.dp.size), plans[i].dtypes.weights) for i in indices]
-    assert comms.group is not None and all(kept), "every unit of a family with groups keeps weights"
-    known = [each for each in kept if each]
-    for i, each, buffer in zip(indices, known, comms.group.allocate([(each.numel, each.dtype) for each in known]), strict=True):
-        each.gather.kept = memories[i].kept = buffer
+def _allocate_kept(group: Comm, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory]) -> None:
+    chosen = [plans[i] for i in indices]
+    kept = [kept_by(plan.comms.weights, plan.layout.shards(plan.comms.dp.size), plan.dtypes.weights) for plan in chosen]
+    buffers = group.allocate([(numel, dtype) for _, numel, dtype in kept])
+    for i, (gather, _, _), buffer in zip(indices, kept, buffers, strict=True):
+        gather.kept = memories[i].kept = buffer
 
 
 def build_block(
-    context: BuildContext, values: FirstValues, block: str, parts: Sequence[tuple[int, UnitPlan, Memory]]
+    recipe: Recipe, homes: Homes, values: FirstValues, block: str, parts: Sequence[tuple[int, UnitPlan, Memory]]
 ) -> list[Unit]:
     """Build the units of one block from (index, plan, memory) each, and free their initial values. Collective."""
     plans = [plan for _, plan, _ in parts]
     firsts = values.of_block(block, [(plan.group, plan.layout, plan.comms.data) for plan in plans])
     units = []
     for (i, plan, memory), first in zip(parts, firsts, strict=True):
-        group, place = plan.group, context.recipe.placement
-        module = values.modules[block] if block else None
+        group, module = plan.group, values.modules[block] if block else None
         leaves = [values.leaves[name] for name in group.param_names]
-        unit = Unit(group.name, i, module, leaves, plan.layout, place, plan.dtypes, plan.comms, memory, context.homes)
+        unit = Unit(group.name, i, module, leaves, plan.layout, recipe.placement, plan.dtypes, plan.comms, memory, homes)
         fill(unit, first)
         if group.trainable:
             start_training(unit, plan.dtypes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -112,19 +112,12 @@ class GroupGather:
         self.held = False
 
 
-class Kept(NamedTuple):
-    """What a unit's gather keeps between gathers."""
-
-    gather: GroupGather
-    numel: int
-    dtype: torch.dtype
-
-
-def kept_by(gather: Gather, cuts: Cuts, dtype: torch.dtype) -> Kept | None:
-    """What a gather of weights with these spans and this dtype keeps on this rank."""
+def kept_by(gather: Gather, cuts: Cuts, dtype: torch.dtype) -> tuple[GroupGather, int, torch.dtype]:
+    """What gathers weights with these spans and this dtype across groups, and the elements that it keeps on this rank."""
     if isinstance(gather, CodedGather):
         return kept_by(gather.over, wire_cuts(cuts, _BITS), torch.uint8)
-    return Kept(gather, gather.kept_cuts(cuts)[-1], dtype) if isinstance(gather, GroupGather) else None
+    assert isinstance(gather, GroupGather), "every unit of a family with groups keeps weights"
+    return gather, gather.kept_cuts(cuts)[-1], dtype
 
 
 def wire_cuts(cuts: Cuts, bits: int) -> list[int]:

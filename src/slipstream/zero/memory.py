@@ -8,25 +8,22 @@ from __future__ import annotations
 import itertools
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from slipstream.ops.disk import DiskError
+from slipstream.ops.disk import DiskError, aligned
 from slipstream.ops.wire import Feedback
 from slipstream.zero.comm import Buffer
 from slipstream.zero.materialize import InitialValues
 from slipstream.zero.parameter import drop_grad
 from slipstream.zero.rows import Rows
 from slipstream.zero.shared import free_pages
-from slipstream.zero.storage.homes import Pages
-from slipstream.zero.storage.store import GRAIN, DiskStore, MemoryStore, Store, copy_store, range_nbytes
+from slipstream.zero.storage.store import DiskStore, MemoryStore, Store, copy_store, pieces, range_nbytes
 
 if TYPE_CHECKING:
     from slipstream.zero.unit import Dtypes, Unit
-
-_PIECE = 256 * GRAIN  # elements of initial values in memory at a time
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +36,7 @@ class Memory:
     kept: Buffer | None = None  # what its gather keeps of the weights of other groups
     local: Buffer | None = None  # unreduced gradients
     replica: Buffer | None = None  # this rank's gradient shard, if the shards are replicated
-    pages: Pages | None = None  # the memory of gathered weights, if its pages are freed on release
+    pages: Tensor | None = None  # uint8, the memory of gathered weights, if its pages are freed on release
     feedback: Feedback | None = None  # what the codes of gradients have lost
     served: Feedback | None = None  # what the codes of this rank's span of the mean have lost (gradients are replicated)
     before: Tensor | None = None  # during an update whose codes are published: this rank's span of the weights before it
@@ -53,38 +50,26 @@ class Memory:
         return self.local.tensor
 
 
-class Weights(NamedTuple):
-    """The stores of a unit's weights."""
-
-    full: Tensor
-    weights: Store
-    owned: Store
-    master: Store
-
-
-def place(unit: Unit) -> Weights:
-    """Allocate the weights of a unit and, if they are not their own, its masters."""
+def place(unit: Unit) -> tuple[Tensor, Store, Store, Store]:
+    """Allocate `full`, `weights`, `owned` and `master` of a unit; the last is `owned` if the weights are their own masters."""
     layout, memory, homes, dtype = unit.layout, unit.memory, unit.homes, unit.dtypes.weights
     start, stop = unit.span
     shard: Store | None = None
     if unit.placement.weights and not memory.common:
-        with torch._C.DisableTorchFunctionSubclass():
-            trainable = any(param.requires_grad for param in unit.params)
-        codes = None if memory.codes is None else memory.codes.tensor
-        shard = homes.weights(stop - start, dtype, trainable=trainable, codes=codes)
+        shard = homes.weights(stop - start, dtype, None if memory.codes is None else memory.codes.tensor)
     buffer = memory.common or memory.full
     if isinstance(shard, DiskStore) and homes.lane is None:
-        memory.pages = Pages(range_nbytes(layout.numel, dtype.itemsize))
+        memory.pages = aligned(range_nbytes(layout.numel, dtype.itemsize))
     if buffer is not None:
         full = buffer.tensor
     elif memory.pages is not None:
-        full = memory.pages.memory.view(dtype)[: layout.numel]
+        full = memory.pages.view(dtype)[: layout.numel]
     else:
         full = torch.empty(layout.numel, dtype=dtype, device=homes.device)
     weights = shard or MemoryStore(full[start:stop])
     owned = weights if unit.placement.optim else MemoryStore(full)
     first, last = unit.optim_span
-    return Weights(full, weights, owned, owned if unit.dtypes.master == dtype else homes.state(last - first, unit.dtypes.master))
+    return full, weights, owned, owned if unit.dtypes.master == dtype else homes.state(last - first, unit.dtypes.master)
 
 
 def fill(unit: Unit, values: InitialValues) -> None:
@@ -93,11 +78,11 @@ def fill(unit: Unit, values: InitialValues) -> None:
     first, last = unit.span if unit.placement.weights else (0, unit.layout.numel)
     own = unit.optim_span
     for a, b in itertools.pairwise(sorted({first, *own, last})):
-        for start in range(a, b, _PIECE):
-            piece = values.get(start, min(start + _PIECE, b))
-            weights.put(start - first, piece)
-            if unit.out is not None and own[0] <= start < own[1]:
-                unit.master.put(start - own[0], piece)
+        for start, stop in pieces(b - a):
+            piece = values.get(a + start, a + stop)
+            weights.put(a + start - first, piece)
+            if unit.out is not None and own[0] <= a < own[1]:
+                unit.master.put(a + start - own[0], piece)
     for i in range(len(unit.params)):
         unit.shown.accept_write(i)
 

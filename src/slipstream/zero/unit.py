@@ -27,6 +27,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.ops import Partial
+from slipstream.ops.pages import free_pages
 from slipstream.ops.wire import encode, sum_coded
 from slipstream.world.mesh import Family
 from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from
@@ -268,7 +269,7 @@ class Unit:
         is_freed = not (self.memory.poison or self.memory.common)
         self.shown.show_released(placeholders=is_freed)
         if is_freed and self.memory.pages is not None:
-            self.memory.pages.free()
+            free_pages(self.memory.pages)
         elif is_freed:
             self.full.untyped_storage().resize_(0)
         self.state = State.RELEASED

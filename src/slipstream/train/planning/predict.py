@@ -225,7 +225,7 @@ def _store(part: PredictedPart, setting: Setting, homes: Homes) -> PredictedStat
         return MemoryStore(torch.empty(numel, dtype=dtype, device=META))
 
     codes = torch.empty(wire_codes.nbytes(part.span, 8), dtype=torch.uint8, device=META) if dtypes.rests else None
-    sharded = homes.weights(part.span, dtypes.weights, trainable=part.trainable, codes=codes) if place.weights else None
+    sharded = homes.weights(part.span, dtypes.weights, codes) if place.weights else None
     weights = sharded or memory(part.numel, dtypes.weights)
     if not part.trainable:
         return PredictedStates(part, weights, None, {}, ())

@@ -2,7 +2,6 @@
 
 Homes    makes stores, opens them for a unit's reduction, and gathers weights from them
 Landing  device memory in which a unit's gradients are summed
-Pages    host memory at a fixed address whose pages can be freed and filled again: gathered weights
 """
 
 from __future__ import annotations
@@ -16,23 +15,11 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.disk import DiskError, Transfer, aligned
-from slipstream.ops.pages import free_pages
 from slipstream.zero.comm import Pending
 from slipstream.zero.gather import Gather
 from slipstream.zero.placement import Tier, Tiers
 from slipstream.zero.storage.lane import Event, Lane
-from slipstream.zero.storage.store import (
-    PAGE,
-    CodedStore,
-    DiskStore,
-    HostStore,
-    MemoryStore,
-    Space,
-    Spaces,
-    Store,
-    range_nbytes,
-    round_up,
-)
+from slipstream.zero.storage.store import CodedStore, DiskStore, HostStore, MemoryStore, Space, Spaces, Store, range_nbytes
 from slipstream.zero.storage.stream import Ring, RingBuffer
 
 _GRADIENT_BUFFERS = 2  # one is filled while the other is written to disk
@@ -108,7 +95,7 @@ class Homes:
             self._gradient_nbytes = max(self._gradient_nbytes, range_nbytes(numel, dtype.itemsize))
         return store
 
-    def weights(self, numel: int, dtype: torch.dtype, *, trainable: bool, codes: Tensor | None = None) -> Store:
+    def weights(self, numel: int, dtype: torch.dtype, codes: Tensor | None = None) -> Store:
         """A store of zeros for sharded weights, in `codes` if given. The first `tiers.weights_kept` elements of the engine stay in
         memory."""
         if codes is not None:
@@ -191,7 +178,7 @@ class Homes:
 
         return Landing(memory.view(store.dtype)[: store.numel], _nothing, write_back)
 
-    def gather(self, store: Store, pages: Pages | None, full: Tensor, dp: Gather, cuts: Sequence[int]) -> Pending[None]:
+    def gather(self, store: Store, pages: Tensor | None, full: Tensor, dp: Gather, cuts: Sequence[int]) -> Pending[None]:
         """Start loading this rank's weights, and all-gather them. A single rank loads into `full` itself.
 
         With the disk tier, `wait` launches the collective, so that ranks whose weights happen to be in memory launch no earlier.
@@ -203,7 +190,7 @@ class Homes:
         memory, reading = store.view(0, store.numel), None
         if memory is None:
             assert isinstance(store, DiskStore) and pages is not None, "weights on disk are gathered into pages"
-            raw = pages.memory if dp.size == 1 else aligned(range_nbytes(store.numel, store.dtype.itemsize))
+            raw = pages if dp.size == 1 else aligned(range_nbytes(store.numel, store.dtype.itemsize))
             memory, reading = _start_reading(store, raw)
         elif self.tiers.weights is not Tier.DISK or dp.size == 1:
             return dp.gather_into(full, memory, cuts)
@@ -295,16 +282,6 @@ def _start_reading(store: DiskStore, raw: Tensor) -> tuple[Tensor, Transfer]:
     memory[:head].copy_(store.head)
     tail = raw[head * store.dtype.itemsize :][: range_nbytes(store.numel - head, store.dtype.itemsize)]
     return memory, store.disk.read([store.part(head, tail)])
-
-
-class Pages:
-    """Page-aligned host memory at a fixed address. `free` returns its pages to the system; after that it reads as zeros."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = aligned(round_up(nbytes, PAGE))
-
-    def free(self) -> None:
-        free_pages(self.memory)
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ DiskStore    a range of an anonymous file, after `head` elements that stay in me
 Section      a part of a store, as a checkpoint reads and fills it
 Space        a rank's files, allocated in ranges
 
-Ranges start on multiples of `PAGE` bytes and have a multiple of `GRAIN` elements, so that all transfers are direct (O_DIRECT).
+Ranges start on pages of 4096 bytes and have a multiple of `GRAIN` elements, so that all transfers are direct (O_DIRECT).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from slipstream.ops import wire
 from slipstream.ops.disk import Disk, aligned
 from slipstream.zero.storage.lane import Event
 
-PAGE = 4096  # bytes
 GRAIN = 4096  # elements: a page of the narrowest dtype
 
 
