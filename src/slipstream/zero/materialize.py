@@ -55,34 +55,15 @@ class Reader(Protocol):
         """Free the memory used for reading. `read` may be called again."""
 
 
-class NoReader:
-    """Nothing is read."""
-
-    reads_parts = False
-
-    def __contains__(self, name: str) -> bool:
-        return False
-
-    def dtype(self, name: str) -> torch.dtype:
-        raise KeyError(name)
-
-    def fetch(self, names: Sequence[str]) -> None: ...
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        raise KeyError(name)
-
-    def close(self) -> None: ...
-
-
 class InitialValues:
     """The initial values of one unit's flat buffer: in memory (`flat`), or read a range at a time (`reader`)."""
 
-    def __init__(self, layout: Layout, flat: Tensor | None, reader: Reader, leaves: Mapping[str, Leaf]) -> None:
+    def __init__(self, layout: Layout, flat: Tensor | None, reader: Reader | None, leaves: Mapping[str, Leaf]) -> None:
         self.flat, self.reader, self.leaves = flat, reader, leaves
-        known = [slot for slot in layout.slots if slot.name in reader and slot.numel]
+        known = [] if reader is None else [slot for slot in layout.slots if slot.name in reader and slot.numel]
         self._read = sorted(known, key=lambda slot: slot.offset)
         self._ends = [slot.offset + slot.numel for slot in self._read]
-        dtypes = [reader.dtype(slot.name) for slot in self._read]
+        dtypes = [] if reader is None else [reader.dtype(slot.name) for slot in self._read]
         dtypes += [] if flat is None else [flat.dtype]
         self.dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32  # represents all values exactly
 
@@ -90,17 +71,19 @@ class InitialValues:
         """Elements [start, stop), 1D, for reading; gaps are zero."""
         if self.flat is not None and not self._read:
             return self.flat[start:stop]
-        result = torch.zeros(stop - start, dtype=self.dtype)
+        result, reader = torch.zeros(stop - start, dtype=self.dtype), self.reader
         if self.flat is not None:
             result.copy_(self.flat[start:stop])
+        if reader is None:
+            return result
         for slot in self._read[bisect.bisect_right(self._ends, start) :]:
             if slot.offset >= stop:
                 break
             first, last = overlap(slot.span, (start, stop))
             span = first - slot.offset, last - slot.offset
-            for begin, end, at in [(*span, span[0])] if self.reader.reads_parts else _runs(self.leaves[slot.name].whole, *span):
+            for begin, end, at in [(*span, span[0])] if reader.reads_parts else _runs(self.leaves[slot.name].whole, *span):
                 place = slot.offset + begin - start
-                result[place : place + end - begin].copy_(self.reader.read(slot.name, at, at + end - begin))
+                result[place : place + end - begin].copy_(reader.read(slot.name, at, at + end - begin))
         return result
 
 
@@ -138,8 +121,7 @@ class FirstValues:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, reader: Reader | None = None) -> None:
-        self.model, self.device = model, device
-        self.reader: Reader = NoReader() if reader is None else reader
+        self.model, self.device, self.reader = model, device, reader
         self._init = getattr(model, "_init_weights", None)  # transformers, nanoGPT
         refuse_trainable(model)
         self.modules = dict(model.named_modules())
@@ -161,7 +143,7 @@ class FirstValues:
                 )
 
     def _is_read(self, prefix: str, leaf: str) -> bool:
-        return (f"{prefix}.{leaf}" if prefix else leaf) in self.reader
+        return self.reader is not None and (f"{prefix}.{leaf}" if prefix else leaf) in self.reader
 
     def _is_able(self, module: nn.Module) -> bool:
         return self._init is not None or callable(getattr(module, "reset_parameters", None))
@@ -197,7 +179,7 @@ class FirstValues:
         parts: list[tuple[Tensor, nn.Parameter]] = []  # of wholes that are initialized
         flats: list[Tensor | None] = []
         for group, layout, _ in units:
-            not_read = [slot for slot in layout.slots if slot.name not in self.reader]
+            not_read = [slot for slot in layout.slots if not self._is_read("", slot.name)]
             flat = torch.zeros(layout.numel if not_read else 0, dtype=group.dtype, device=self.device)
             for slot in not_read:
                 view, param = flat[slice(*slot.span)].view(slot.shape), self.leaves[slot.name].tensor
@@ -223,7 +205,8 @@ class FirstValues:
         for made, (_, _, comm) in zip(flats, units, strict=True):
             if made is not None:
                 comm.broadcast(made)
-        self.reader.fetch([slot.name for _, layout, _ in units for slot in layout.slots if slot.name in self.reader])
+        if self.reader is not None:
+            self.reader.fetch([slot.name for _, layout, _ in units for slot in layout.slots if slot.name in self.reader])
         return [InitialValues(layout, flat, self.reader, self.leaves) for (_, layout, _), flat in zip(units, flats, strict=True)]
 
     def _initialize(self, block: str, fresh: Mapping[int, str]) -> None:
@@ -269,14 +252,15 @@ class FirstValues:
         """After all parameters, read the buffers that are in files."""
         for prefix, module in self._modules:
             for leaf, buffer in module.named_buffers(recurse=False):
-                if self._is_read(prefix, leaf) and buffer.numel():
+                if self.reader is not None and self._is_read(prefix, leaf) and buffer.numel():
                     name = f"{prefix}.{leaf}" if prefix else leaf
                     buffer.copy_(self.reader.read(name, 0, buffer.numel()).view(buffer.shape))
         self.close_reader()
 
     def close_reader(self) -> None:
         """Free the memory used for reading."""
-        self.reader.close()
+        if self.reader is not None:
+            self.reader.close()
 
 
 @contextmanager

@@ -16,27 +16,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn as nn
 
 from slipstream.zero.trees import tensors_in
 
-
-class Owner(Protocol):
-    """The methods of a unit that its parameter classes call."""
-
-    def param_name(self, param: nn.Parameter) -> str: ...
-
-    def view_of(self, param: nn.Parameter) -> torch.Tensor:
-        """The parameter's view of the unit's memory, which may be empty."""
-
-    def gather_on_read(self) -> bool:
-        """Gather if that is safe here (inside the engine's forward or backward); returns whether it was."""
-
-    def copy_on_read(self) -> bool:
-        """Make the parameters plain views of a private copy if that is safe here (inside a surgery); returns whether it was."""
+if TYPE_CHECKING:
+    from slipstream.zero.unit import Unit
 
 
 # Reads and writes that need no storage. A released parameter refuses all others.
@@ -162,7 +150,7 @@ class ReleasedParameter(nn.Parameter):
         return repr(self)
 
 
-def parameter_classes(owner: Owner) -> tuple[type[ReducedParameter], type[ReleasedParameter]]:
+def parameter_classes(owner: Unit) -> tuple[type[ReducedParameter], type[ReleasedParameter]]:
     """Make the two classes of one unit's parameters."""
     ref = weakref.ref(owner)
     return (

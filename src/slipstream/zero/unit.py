@@ -166,6 +166,7 @@ class Unit:
         return next((name for name, p in zip(self.names, self.params, strict=True) if p is param), "?")
 
     def view_of(self, param: nn.Parameter) -> Tensor:
+        """The parameter's view of the unit's memory, which may be empty."""
         return next(view for view, p in zip(self.shown.views, self.params, strict=True) if p is param)
 
     def _refuse_asleep(self) -> None:
@@ -173,6 +174,7 @@ class Unit:
             raise RuntimeError(f"the weights of {self.names[0]!r} and its neighbors are away: call engine.wake() first")
 
     def gather_on_read(self) -> bool:
+        """Gather if that is safe here (inside the engine's forward or backward); returns whether it was."""
         self._refuse_asleep()
         if self.shown.reads is not Reads.GATHER:
             return False
@@ -181,6 +183,7 @@ class Unit:
         return True
 
     def copy_on_read(self) -> bool:
+        """Make the parameters plain views of a private copy if that is safe here (inside a surgery); returns whether it was."""
         return self.shown.copy_on_read(self)
 
     def holds_gradient(self) -> bool:
