@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from slipstream.world.brief import tell
 from slipstream.world.mesh import Axis
-from slipstream.world.watch import PeerLostError, Pulse, Watch, living
+from slipstream.world.watch import PeerLostError, Watch, living
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,12 @@ class StatusMonitor:
         self.failed_at: float | None = None
         self.misses = 0  # consecutive failures to reach the store
 
-    def run(self, pulse: Pulse) -> None:
+    def run(self, due: threading.Event) -> None:
+        """Look once a beat, and whenever `due` is set."""
         beat_s = 0.0
-        while pulse.wait(beat_s):
+        while True:
+            if due.wait(beat_s):
+                due.clear()
             watch = self.watch()
             if watch is None or watch.abandoned:
                 break

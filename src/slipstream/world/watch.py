@@ -97,26 +97,6 @@ class Waiter(Protocol):
         """End the thread, or leave it after `patience` seconds."""
 
 
-class Pulse:
-    """When the monitor's thread looks: once a beat, at once after `now`, and never again after `stop`."""
-
-    def __init__(self) -> None:
-        self._due, self._stopped = threading.Event(), False
-
-    def now(self) -> None:
-        self._due.set()
-
-    def stop(self) -> None:
-        self._stopped = True
-        self._due.set()
-
-    def wait(self, beat_s: float) -> bool:
-        """Whether to look again, after `beat_s` at most."""
-        if self._due.wait(beat_s):
-            self._due.clear()
-        return not self._stopped
-
-
 class Watch:
     """One engine's current position on this rank. `waits` counts entries and exits of waits, which shows progress."""
 
@@ -146,8 +126,8 @@ class Watch:
         self.left: set[int] = set()  # ranks whose script ended normally
         self.asked: set[int] = set()  # ranks of which the monitor has asked for that since their processes ended
         self._pid = os.getpid()
-        self._pulse = Pulse()
-        self.abandoned = False
+        self._due = threading.Event()  # the monitor's thread looks at once
+        self.abandoned = False  # it ends
         self._thread: threading.Thread | None = None
         self._monitor: StatusMonitor | None = None
 
@@ -191,7 +171,7 @@ class Watch:
         while self.failure is None and not self.peers.gone() and time.monotonic() < deadline:
             time.sleep(_SLICE)  # a process closes its connections before it has ended
         began, gone = time.monotonic(), list(self.peers.gone())
-        self._pulse.now()
+        self._due.set()
         while self.failure is None and not self.left and not all(self._is_known(rank, began) for rank in gone or [self.rank]):
             time.sleep(_SLICE)  # the monitor may still have to read the status that the rank published on exit
             gone = list(self.peers.gone())
@@ -262,7 +242,7 @@ class Watch:
         own = shared.clone()  # a separate connection, which no blocked call holds
         own.set_timeout(_STORE_PATIENCE)
         self._monitor = StatusMonitor(self, dist.distributed_c10d.PrefixStore(f"slipstream-{token[0]}", own), axis)
-        self._thread = threading.Thread(target=self._monitor.run, args=(self._pulse,), name="slipstream-watch", daemon=True)
+        self._thread = threading.Thread(target=self._monitor.run, args=(self._due,), name="slipstream-watch", daemon=True)
         self._thread.start()
         atexit.unregister(_leave_all)
         atexit.register(_leave_all)
@@ -270,7 +250,8 @@ class Watch:
 
     def stop(self) -> None:
         """Stop watching, when the engine is destroyed."""
-        self._pulse.stop()
+        self.abandoned = True
+        self._due.set()
         if self._thread is not None and os.getpid() == self._pid:
             self._thread.join(timeout=_STORE_PATIENCE.total_seconds())
         self._thread = self._monitor = None
@@ -287,8 +268,8 @@ class Watch:
         """Publish how the script ended, and make sure that the interpreter can exit."""
         if os.getpid() != self._pid:  # a forked child's exit says nothing about this rank
             return
-        monitor = self._monitor
-        self._pulse.stop()
+        monitor, self.abandoned = self._monitor, True
+        self._due.set()
         if self._thread is not None:
             self._thread.join(timeout=_STORE_PATIENCE.total_seconds())
         if monitor is not None and not (self._thread and self._thread.is_alive()):
