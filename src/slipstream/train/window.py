@@ -12,7 +12,7 @@ from slipstream.config.plan import Plan
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis
 from slipstream.zero.comm import Pending, first_said
-from slipstream.zero.hooks import Phase
+from slipstream.zero.hooks import NUM_BUFFERS, Phase
 from slipstream.zero.shown import check_writes
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def settle(states: States, alpha: float) -> None:
         if states.steps.keeps_local(unit, alpha):
             continue
         through = unit.memory.local is not None and unit.dtypes.wire != unit.dtypes.local
-        while through and len(in_flight) >= len(slots) - 1:  # units of a family without codes may lie between
+        while through and len(in_flight) >= NUM_BUFFERS - 1:  # units of a family without codes may lie between
             in_flight.pop(0).wait()
         in_flight.append(unit.settle(alpha, slots.next(unit) if through else None))
     for pending in in_flight:

@@ -86,9 +86,6 @@ class Slots:
         if ring is None or ring[0].tensor.numel() < numel:
             self._rings[key] = deque(comm.allocate([(numel, dtype)] * NUM_BUFFERS))
 
-    def __len__(self) -> int:
-        return max((len(ring) for ring in self._rings.values()), default=0)
-
 
 class Reducer:
     """Launches `unit.reduce` in a fixed order per backward, each unit as soon as it and all units before it are complete."""
@@ -137,7 +134,7 @@ class Reducer:
 
     def launch(self, unit: Unit) -> None:
         """Start reducing one unit. Every rank calls this for the same units in the same order."""
-        while len(self.in_flight) >= max(1, len(self.slots) - 1):
+        while len(self.in_flight) >= NUM_BUFFERS - 1:
             self.in_flight.popleft().wait()
         self.in_flight.append(unit.reduce(self.slots.next(unit), self.alpha))
 
@@ -448,12 +445,9 @@ class Hooks:
         self._enter_backward()
         if self.landed is not None:
             self.landed.add((unit.index, i))
-        if torch.is_grad_enabled():  # create_graph: moving gradients is not part of the new graph
-            with torch.no_grad():
-                self._take_gradient(unit, i)
-        else:
-            self._take_gradient(unit, i)
+        self._take_gradient(unit, i)
 
+    @torch.no_grad()  # with create_graph, moving gradients is not part of the new graph
     def _take_gradient(self, unit: Unit, i: int) -> None:
         grad = raw_grad(unit.params[i])
         if grad is not None and grad.layout is not torch.strided:  # of sparse=True: the same values
