@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -50,8 +51,15 @@ def apply(
                 ),
             )
         logger.log(level, "activations: %s for %d of %d repeated blocks%s", plan.way, len(chosen), len(names), hint)
-    part = _Boundary(timing if plan.profile else nullcontext, plan.synchronize)
-    warn = _Once(speaks)
+    part = partial(_boundary, timing if plan.profile else nullcontext, plan.synchronize)
+    unsaid = iter([speaks])
+
+    def warn(name: str) -> None:
+        if next(unsaid, False):
+            logger.warning(
+                "the model checkpoints block %s itself, so the config's activation checkpointing skips such blocks", name
+            )
+
     modules = dict(model.named_modules())
     host = HostMemory([*resident, *model.buffers()]) if plan.way == "offload" or plan.inputs_on_host else None
     if plan.way == "offload" and host is not None:
@@ -89,7 +97,7 @@ def _itself(value: T) -> T:
 class Recomputed(Shadow):
     """Activation checkpointing: keeps the block's inputs and recomputes the block in the backward."""
 
-    def __init__(self, block: nn.Module, name: str, host: HostMemory | None, part: _Boundary, warn: _Once) -> None:
+    def __init__(self, block: nn.Module, name: str, host: HostMemory | None, part: Timing, warn: Callable[[str], None]) -> None:
         super().__init__(block)
         self.name, self.host, self.part, self.warn = name, host, part, warn
         self.flagged = [module for module in block.modules() if hasattr(module, "gradient_checkpointing")]  # transformers' flag
@@ -100,9 +108,7 @@ class Recomputed(Shadow):
         if torch.compiler.is_compiling():  # the compiled graph recomputes
             return checkpoint(self.own, *args, **kwargs)
         if inside_checkpoint() or any(module.gradient_checkpointing and module.training for module in self.flagged):
-            self.warn(
-                "the model checkpoints block %s itself, so the config's activation checkpointing skips such blocks", self.name
-            )
+            self.warn(self.name)
             return self.own(*args, **kwargs)
         runs = itertools.count()
 
@@ -130,34 +136,17 @@ class Offloaded(Shadow):
             return self.own(*args, **kwargs)
 
 
-class _Boundary:
-    """Times and optionally synchronizes every checkpointed forward and every recompute."""
-
-    def __init__(self, timing: Timing, synchronize: bool) -> None:
-        self.timing, self.synchronize = timing, synchronize
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        if self.synchronize:
-            torch.cuda.synchronize()
-        with self.timing(name):
-            try:
-                yield
-            finally:  # torch ends a recompute with an exception once it has all saved tensors
-                if self.synchronize:
-                    torch.cuda.synchronize()
-
-
-class _Once:
-    """Logs the first warning only."""
-
-    def __init__(self, speaks: bool) -> None:
-        self.speaks = speaks
-
-    def __call__(self, text: str, *values: Any) -> None:
-        if self.speaks:
-            logger.warning(text, *values)
-        self.speaks = False
+@contextmanager
+def _boundary(timing: Timing, synchronize: bool, name: str) -> Iterator[None]:
+    """Times and optionally synchronizes a checkpointed forward or a recompute."""
+    if synchronize:
+        torch.cuda.synchronize()
+    with timing(name):
+        try:
+            yield
+        finally:  # torch ends a recompute with an exception once it has all saved tensors
+            if synchronize:
+                torch.cuda.synchronize()
 
 
 def _statistics(block: nn.Module) -> list[Tensor]:

@@ -108,7 +108,8 @@ class CudaTransfer:
 
     def send(self, storage: torch.UntypedStorage) -> Arrival:
         # torch caches pinned memory, and reuses it only after the copies that use it
-        return self._copy(_bytes_of(storage), torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True))
+        raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return self._copy(raw, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True))
 
     def fetch(self, host: Tensor) -> Arrival:
         arrival = self._copy(host, torch.empty(host.numel(), dtype=torch.uint8, device=self.device))
@@ -264,7 +265,3 @@ class _Parcel:
         if self.taken % self.uses == 0:  # a retained graph may take it again
             self.back = None
         return storage
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
