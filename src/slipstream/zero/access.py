@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.world.mesh import Axis
-from slipstream.zero.comm import Comm, broadcast_from, gather_objects, reduce_into
+from slipstream.zero.comm import Comm, broadcast_from, gather_objects, reduce_into, sum_over
 from slipstream.zero.layout import ALIGN, Slot
 from slipstream.zero.leaves import Part, Ranges, cuts_of, take
 from slipstream.zero.shown import check_writes, refuse_writes
@@ -110,16 +110,16 @@ def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
     slot = unit.layout.slots[i]
     part = slice(slot.offset, slot.offset + slot.numel)
     if unit.memory.local is not None:  # not reduced yet
-        local = unit.memory.local.tensor[part].float().cpu() if unit.window.is_in_local(i) else torch.zeros(slot.numel)
-        pieces = gather_objects(local, unit.comms.data.axis)
-        return torch.stack(pieces).sum(0).mul_(alpha * unit.comms.family.weight).view(slot.shape).to(unit.full.device)
+        total = torch.zeros(slot.numel, device=unit.full.device)
+        if unit.window.is_in_local(i):
+            total += unit.memory.local.tensor[part]
+        sum_over(total, unit.comms.data.axis)
+        return total.mul_(alpha * unit.comms.family.weight).view(slot.shape)
     if unit.grads is None or not unit.window.has_gradient:
         return torch.zeros(slot.shape, device=unit.full.device)
-    full = unit.unsharded(unit.grads.whole().float(), unit.placement.grads)[part].to(unit.full.device)
-    if unit.comms.dp_replicate.size > 1:
-        replicas = gather_objects(full, unit.comms.dp_replicate.axis)
-        full = torch.stack([replica.to(full.device) for replica in replicas]).sum(0)
-    return full.view(slot.shape)
+    total = unit.unsharded(unit.grads.whole().float(), unit.placement.grads)[part].to(unit.full.device)
+    sum_over(total, unit.comms.dp_replicate.axis)
+    return total.view(slot.shape)
 
 
 def check_has_gradient(unit: Unit, i: int) -> None:
