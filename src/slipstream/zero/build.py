@@ -182,7 +182,7 @@ def _gather(comms: Comms, recipe: Recipe, dtypes: Dtypes) -> Gather:
     """How the weights of a unit are gathered."""
     gather: Gather = comms.dp
     if recipe.placement.weights and comms.group is not None and comms.across is not None:
-        gather = GroupGather(comms.dp, comms.group, comms.across)
+        gather = GroupGather(comms.group, comms.across)
     elif dtypes.rests and isinstance(comms.dp, SharedComm):
         gather = SharedShard(comms.dp)
     return gather if dtypes.gathered_bits is None else CodedGather(gather, exact=dtypes.rests)

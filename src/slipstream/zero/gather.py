@@ -26,12 +26,6 @@ class Gather(Protocol):
     """Fills a unit's full weights from the ranks' shards."""
 
     @property
-    def index(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
     def exact(self) -> bool:
         """Whether the filled weights are those of the shards."""
 
@@ -47,18 +41,13 @@ class CodedGather:
 
     over: Gather
     exact: bool = False
-    index: int = field(init=False)
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.index, self.size = self.over.index, self.over.size
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
-        coded, index = wire_cuts(cuts, _BITS), self.index
+        coded = wire_cuts(cuts, _BITS)
         codes = torch.empty(coded[-1], dtype=torch.uint8, device=full.device)
         own = shard
         if shard.dtype is not torch.uint8:
-            own = torch.empty(coded[index + 1] - coded[index], dtype=torch.uint8, device=full.device)
+            own = torch.empty(wire_codes.nbytes(shard.numel(), _BITS), dtype=torch.uint8, device=full.device)
             encode(shard, own, _BITS)
 
         def decode(_: None) -> None:
@@ -78,26 +67,20 @@ class GroupGather:
     ranks of a group exchange what they keep: bytes cross groups once a step, however often blocks run.
     """
 
-    dp: Comm
     group: Comm  # neighbors on dp
     across: Comm  # the ranks with this rank's place in each group
     kept: Buffer = field(init=False)  # of `group`: the spans one after another; allocated with the unit
     held: bool = False  # whether `kept` has the current weights
-    index: int = field(init=False)
-    size: int = field(init=False)
     exact = True
-
-    def __post_init__(self) -> None:
-        self.index, self.size = self.dp.index, self.dp.size
 
     def kept_cuts(self, cuts: Cuts) -> list[int]:
         """The bounds in `kept` of the ranks' spans."""
-        owners = range(self.group.index, self.size, self.group.size)
+        owners = range(self.group.index, len(cuts) - 1, self.group.size)
         return list(itertools.accumulate((cuts[i + 1] - cuts[i] for i in owners), initial=0))
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         kept, size = self.kept, self.group.size
-        rows = [cuts[i : i + size + 1] for i in range(0, self.size, size)]
+        rows = [cuts[i : i + size + 1] for i in range(0, len(cuts) - 1, size)]
         if self.held:
             return self.group.gather_rows(full, kept, rows)
         self.group.reusable(kept)

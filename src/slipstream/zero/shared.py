@@ -278,12 +278,7 @@ class SharedShard:
 
     comm: SharedComm
     shard: Buffer = field(init=False)  # allocated with the unit
-    index: int = field(init=False)
-    size: int = field(init=False)
     exact = True
-
-    def __post_init__(self) -> None:
-        self.index, self.size = self.comm.index, self.comm.size
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         self.comm.await_published(self.shard)

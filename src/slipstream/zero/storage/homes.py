@@ -187,19 +187,19 @@ class Homes:
             return dp.gather_into(full, store.codes, cuts)
         if self.lane is not None and type(store) is not MemoryStore:
             return self._gather_over(self.lane, store, full, dp, cuts)
-        memory, reading = store.view(0, store.numel), None
+        memory, reading, is_alone = store.view(0, store.numel), None, len(cuts) == 2
         if memory is None:
             assert isinstance(store, DiskStore) and pages is not None, "weights on disk are gathered into pages"
-            raw = pages if dp.size == 1 else aligned(range_nbytes(store.numel, store.dtype.itemsize))
+            raw = pages if is_alone else aligned(range_nbytes(store.numel, store.dtype.itemsize))
             memory, reading = _start_reading(store, raw)
-        elif self.tiers.weights is not Tier.DISK or dp.size == 1:
+        elif self.tiers.weights is not Tier.DISK or is_alone:
             return dp.gather_into(full, memory, cuts)
 
         def finish() -> None:
             with self._recording_failure(memory):
                 if reading is not None:
                     reading.wait()
-            if dp.size > 1:
+            if not is_alone:
                 dp.gather_into(full, memory, cuts).wait()
 
         return Pending(finish)
@@ -218,11 +218,12 @@ class Homes:
 
     def _gather_over(self, lane: Lane, store: Store, full: Tensor, dp: Gather, cuts: Sequence[int]) -> Pending[None]:
         """As `gather`, to a device with memory of its own. The device computes meanwhile; only uses of the weights wait."""
-        shard = full if dp.size == 1 else torch.empty(store.numel, dtype=store.dtype, device=full.device)
+        is_alone = len(cuts) == 2
+        shard = full if is_alone else torch.empty(store.numel, dtype=store.dtype, device=full.device)
         since = lane.now()  # the last use of this memory
 
         def launch(copy: Event) -> Pending[None]:
-            if dp.size == 1:
+            if is_alone:
                 return Pending(copy.fence)
             with lane.behind(copy):
                 return dp.gather_into(full, shard, cuts)
