@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from slipstream.activations.tiled import TiledLinear, fused_linear_cross_entropy, tiled_mlp
 
@@ -46,6 +47,16 @@ def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, softcap: float
     return F.cross_entropy(
         logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)), targets().flatten(), **options
     )
+
+
+def test_the_fused_loss_computes_no_gradients_without_grad() -> None:
+    hidden, weight, bias = inputs(torch.float32)
+    counts = []
+    for loss in (lambda: plain(hidden, weight, bias), lambda: fused_linear_cross_entropy(hidden, weight, targets(), bias)):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            loss()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == 2 * N * H * V
 
 
 @pytest.mark.parametrize("tile", [1, 7, N, 100, None])

@@ -57,9 +57,10 @@ def fused_linear_cross_entropy(
         raise ValueError(f"tile is {tile}; it must be at least 1")
     if tile is None:
         tile = max(target.numel() * hidden.shape[-1] // weight.shape[0], hidden.shape[-1] // 4, 128)
-    loss: Tensor = _FusedLoss.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), ignore_index, label_smoothing, softcap, tile
-    )
+    inputs = hidden.reshape(-1, hidden.shape[-1]), weight, bias
+    if not torch.is_grad_enabled():  # a function's forward computes the gradients of what requires them in any mode
+        inputs = inputs[0].detach(), weight.detach(), None if bias is None else bias.detach()
+    loss: Tensor = _FusedLoss.apply(*inputs, target.reshape(-1), ignore_index, label_smoothing, softcap, tile)
     return loss / (target != ignore_index).sum() if reduction == "mean" else loss
 
 
