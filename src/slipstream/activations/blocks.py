@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -119,7 +119,8 @@ class Recomputed(Shadow):
                 return self.own(*args, **kwargs)
 
         with self.part("checkpointed forward"):
-            return checkpoint(run, *map(_without_cache, args), host=self.host, **_without_caches(kwargs))
+            given = {name: False if name == "use_cache" else _without_cache(value) for name, value in kwargs.items()}
+            return checkpoint(run, *map(_without_cache, args), host=self.host, **given)
 
 
 class Offloaded(Shadow):
@@ -170,7 +171,3 @@ def _without_cache(value: Any) -> Any:
     """None for a transformers KV cache, to which a recompute would append again; transformers' own checkpointing drops it, too."""
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
     return None if cache is not None and isinstance(value, cache) else value
-
-
-def _without_caches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: False if name == "use_cache" else _without_cache(value) for name, value in kwargs.items()}

@@ -510,7 +510,7 @@ class OneBitSteps(NativeSteps):
             server = onebit.error(before.server, before.server_scales, before.inverse[own]) * ratio[own]
             dp.reusable(before.wire)
             before.wire.tensor.zero_()
-        elif any_rank(errors is not None, unit.comms.data):
+        elif unit.comms.data.exchange(torch.tensor([float(errors is not None)], dtype=torch.float64)).any():
             e = torch.zeros(unit.optim_span[1] - unit.optim_span[0], device=device) if errors is None else errors.whole()
             y += unit.unsharded(e, sharded)
         self._stale.discard(unit)
@@ -683,11 +683,6 @@ def _average(store: Store, comm: Comm) -> None:
     values = store.whole().float()
     sum_over(values, comm.axis)
     store.put(0, values / comm.size)
-
-
-def any_rank(value: bool, comm: Comm) -> bool:
-    """Whether `value` is true on a rank. Collective."""
-    return bool(comm.exchange(torch.tensor([float(value)], dtype=torch.float64)).any())
 
 
 def mark_uncompressed(model: torch.nn.Module, optimizer: Optimizer) -> None:

@@ -116,13 +116,9 @@ def _dtypes(group: Group, recipe: Recipe, comms: Comms, shapes: Sequence[Sequenc
         plain = Dtypes(weights=weights, master=weights, local=weights, wire=weights, grads=weights)
         return replace(plain, gathered_bits=bits, rests=rests and fits)
     dtypes = _trainable_dtypes(weights, recipe, comms, group.kind, shapes)
-    return replace(dtypes, gathered_bits=bits, published_bits=8 if _publishes_codes(dtypes, recipe, comms) else None)
-
-
-def _publishes_codes(dtypes: Dtypes, recipe: Recipe, comms: Comms) -> bool:
-    place, has_master = recipe.placement, dtypes.master != dtypes.weights
-    sends = comms.dp.size > 1 and not isinstance(comms.dp, SharedComm)
-    return recipe.coded_weights and place.optim and not place.weights and has_master and sends
+    sends = comms.dp.size > 1 and not isinstance(comms.dp, SharedComm) and recipe.placement.optim and not recipe.placement.weights
+    publishes_codes = recipe.coded_weights and sends and dtypes.master != dtypes.weights
+    return replace(dtypes, gathered_bits=bits, published_bits=8 if publishes_codes else None)
 
 
 def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms, kind: str, shapes: Sequence[Sequence[int]]) -> Dtypes:

@@ -250,24 +250,18 @@ def trainable_error(name: str, whole: nn.Parameter) -> str:
     )
 
 
-def _refuse_distributed(model: nn.Module) -> None:
-    """Raise ValueError if a parameter is a DTensor."""
+def refuse_trainable(model: nn.Module) -> None:
+    """Raise ValueError if a quantized parameter requires a gradient or is on meta, a complex one requires a gradient, or any
+    parameter is a DTensor."""
     dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # imported if a DTensor exists
     for name, parameter in model.named_parameters():
-        whole = cast(Any, parameter)
+        whole: Any = parameter  # to mypy, no parameter is a wrapper
         if isinstance(whole, dtensor):
             raise ValueError(
                 f"parameter {name!r} is a DTensor ({whole.placements} over {whole.device_mesh.size()} ranks), and ZeRO shards "
                 f"plain parameters. Set tensor_parallel.autotp_size instead, and pass the model to initialize() before "
                 f"parallelize_module, fully_shard or distribute_tensor"
             )
-
-
-def refuse_trainable(model: nn.Module) -> None:
-    """Raise ValueError if a quantized parameter requires a gradient or is on meta, a complex one requires a gradient, or any
-    parameter is a DTensor."""
-    _refuse_distributed(model)
-    for name, whole in model.named_parameters():
         is_in_parts = any(True for _ in _places(whole))
         if whole.requires_grad and (is_in_parts or whole.is_complex()):
             raise ValueError(trainable_error(name, whole))

@@ -56,10 +56,6 @@ class Homes:
         self._writing: dict[int, RingBuffer] = {}  # id(store) -> the slot of its last write
 
     @property
-    def _grads_tier(self) -> Tier:
-        return self.tiers.grads(on_host=self.lane is None)
-
-    @property
     def steps_on_host(self) -> bool:
         """Whether the optimizer steps on the host of a device with memory of its own."""
         return self.lane is not None and self.tiers.optim is not Tier.DEVICE
@@ -90,7 +86,7 @@ class Homes:
 
     def gradients(self, numel: int, dtype: torch.dtype) -> Store:
         """A store of zeros for reduced gradients."""
-        store = self._make(self._grads_tier, self.spaces.optim, numel, dtype)
+        store = self._make(self.tiers.grads(on_host=self.lane is None), self.spaces.optim, numel, dtype)
         if isinstance(store, (DiskStore, HostStore)):
             self._gradient_nbytes = max(self._gradient_nbytes, range_nbytes(numel, dtype.itemsize))
         return store

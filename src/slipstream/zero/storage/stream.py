@@ -107,10 +107,11 @@ class StateChunk:
         """Bytes of a ring's buffer that the chunk needs."""
         return sum(range_nbytes(self.stop - self.start, use.store.dtype.itemsize) for _, use in self.moved)
 
-    def fetch(self, next_slot: Callable[[], RingBuffer]) -> None:
+    def fetch(self, ring: Ring | None) -> None:
         """Start reading the states that pass through a slot."""
         if self.moved:
-            self.slot = next_slot()
+            assert ring is not None, "a state on disk and no ring to read it into"
+            self.slot = ring.next()
             self.slot.moving = self._move(self.slot, Disk.read)
 
     def arrive(self) -> None:
@@ -208,7 +209,7 @@ def stream(upcoming: Iterator[StateChunk], ring: Ring | None) -> Generator[State
     try:
         while True:
             for chunk in itertools.islice(upcoming, depth - len(ahead)):
-                chunk.fetch(ring.next if ring else _no_slot)
+                chunk.fetch(ring)
                 ahead.append(chunk)
             if not ahead:
                 return
@@ -218,7 +219,3 @@ def stream(upcoming: Iterator[StateChunk], ring: Ring | None) -> Generator[State
     finally:
         if ring is not None:
             ring.drain()
-
-
-def _no_slot() -> RingBuffer:
-    raise AssertionError("a state on disk and no ring to read it into")
