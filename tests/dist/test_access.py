@@ -13,6 +13,7 @@ from torch import nn
 import slipstream
 from slipstream import zero
 from slipstream.checkpoint import CheckpointError, latest_tag
+from slipstream.zero.leaves import mark_part
 from tests import cases, toy
 from tests.pool import distributed
 
@@ -142,6 +143,21 @@ def test_thousands_of_parameters_are_gathered_at_once(transport: str) -> None:
         model[4999].fill_(1.0)
     assert engine.state_dict()["4999"] == 1
     engine.destroy()
+
+
+@distributed(world_size=2)
+def test_one_ranks_values_stay_in_its_family() -> None:
+    """Each rank has another expert, so its values are nobody else's, also inside a surgery."""
+    for around in (lambda engine: nullcontext(), lambda engine: engine.surgery()):
+        model: Any = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("dense", "expert")})
+        mark_part(model["expert"].weight, "ep", 2)
+        engine = toy.make(model, 3)
+        with around(engine), zero.gathered(model, modifier_rank=0), torch.no_grad():
+            for layer in model.values():
+                layer.weight.fill_(1.0 + engine.rank)
+        with zero.gathered(model):
+            assert model["dense"].weight.eq(1).all() and model["expert"].weight.eq(1 + engine.rank).all()
+        engine.destroy()
 
 
 @distributed(world_size=2)

@@ -170,12 +170,10 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
         refuse_writes(unit)
         if modifier_rank is not None and not 0 <= modifier_rank < (size := unit.comms.data.size) and size > 1:
             raise ValueError(f"modifier_rank is {modifier_rank}, but the data-parallel ranks are 0..{size - 1}")
-    data = next((unit.comms.data for unit in chosen), None)
     for unit in chosen:
         unit.copy_on_read()
-    shown = [
-        unit.params[i] for unit, indices in chosen.items() for i in indices if i in unit.shown.copies
-    ]  # a surgery writes these back
+    # a surgery writes these back
+    shown = [(unit, i) for unit, indices in chosen.items() for i in indices if i in unit.shown.copies]
     chosen = {unit: [i for i in indices if i not in unit.shown.copies] for unit, indices in chosen.items()}
     chosen = {unit: indices for unit, indices in chosen.items() if indices}
     copies: dict[Unit, Tensor] = {}
@@ -190,10 +188,10 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
                 copy_assigned(unit, chosen[unit], copy)
                 if modifier_rank is not None:
                     use_values_of(modifier_rank, unit, copy)
-            if data is not None and data.size > 1 and modifier_rank is not None:
-                for param in shown:
-                    param.data = param.data.contiguous()
-                    broadcast_from(param.data.view(-1), data.axis, modifier_rank)
+            if modifier_rank is not None:
+                for unit, i in shown:
+                    unit.params[i].data = value = unit.params[i].data.contiguous()
+                    use_values_of(modifier_rank, unit, value.view(-1))
             for unit, indices in _changed(chosen, copies).items():
                 write_back(unit, indices, copies[unit])
     finally:
