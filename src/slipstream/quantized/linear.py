@@ -18,7 +18,6 @@ from torch import Tensor
 from slipstream.ops.rows import RowForm, dequantize_rows, quantize_rows
 from slipstream.quantized.packed import BLOCKS, kind_of, named_layers, pack
 from slipstream.zero import access
-from slipstream.zero.shown import Reads
 
 
 class QuantizedLinear(nn.Linear):
@@ -175,7 +174,7 @@ def nothing(name: str) -> bool:
 def refuse(model: nn.Module, chosen: Mapping[Any, Sequence[str]], is_unread: Callable[[str], bool] = nothing) -> None:
     """Raise ValueError for layers that cannot be quantized now. `is_unread`: whether the parameter of a name has no values yet."""
     for unit in access.units_of(model.parameters()):
-        if unit.shown.reads is not Reads.COPY:
+        if unit.shown.show_copy is None:
             raise ValueError(
                 f"parameter {unit.names[0]!r} belongs to an engine: quantize the model before slipstream.initialize(), or inside "
                 f"`with engine.surgery():`"

@@ -64,7 +64,7 @@ def put(states: States, kinds: tuple[str, ...], folder: str | None) -> int:
             unit.sleep()
     for unit in states.units:
         stays = isinstance(unit.master, HostStore) or (folder is None and states.homes.tiers.optim is not Tier.DEVICE)
-        unit.shown.lock_writes("optimizer" in kinds and not stays)
+        unit.shown.is_locked = "optimizer" in kinds and not stays
     if "gradients" in kinds:
         states.hooks.refusal = "the engine's gradients are away: call engine.wake() first, or compute under torch.no_grad()"
         states.homes.close_landings()
@@ -82,7 +82,7 @@ def wake(states: States) -> None:
     failure = first_said(asleep.bring_back(), states.mesh.world)  # after it, all ranks' parts of shared memory are back
     states.hooks.refusal = ""
     for unit in states.units:
-        unit.shown.lock_writes(False)
+        unit.shown.is_locked = False
     if "weights" in asleep.kinds:
         for unit in states.units:
             unit.wake_up()

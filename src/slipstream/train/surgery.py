@@ -79,7 +79,7 @@ class Surgery:
             unit.release()
         states.hooks.remove()
         for unit in states.units:
-            unit.shown.let_reads_copy(self._show_copy)
+            unit.shown.show_copy = self._show_copy
         self.before = _outline(states.model)
         groups = states.steps.inner.param_groups
         self.num_groups = len(groups)
@@ -90,9 +90,9 @@ class Surgery:
 
     def _show_copy(self, unit: Unit) -> None:
         if unit not in self.copies:
-            unit.shown.let_reads_raise()  # while its weights are copied
+            unit.shown.show_copy = None  # while its weights are copied
             self.copies[unit] = access.show_copy(unit, range(len(unit.params)))
-            unit.shown.let_reads_copy(self._show_copy)
+            unit.shown.show_copy = self._show_copy
 
     def add_group(self, group: dict[str, Any], scheduler: Any) -> None:
         """`add_param_group` of the engine's optimizer. Raises like torch, and ValueError; then no group is added."""
@@ -204,7 +204,7 @@ class Surgery:
         states = self.states
         self.undo.close()
         for unit in states.units:
-            unit.shown.let_reads_raise()
+            unit.shown.show_copy = None
             if unit in self.copies:
                 unit.shown.end_copies(range(len(unit.params)))
             elif not unit.placement.weights:

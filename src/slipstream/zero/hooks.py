@@ -320,7 +320,7 @@ class Hooks:
         for unit in self.units:
             check_writes(unit)
             unit.show_weights()
-            unit.shown.let_reads_gather(True)
+            unit.shown.reads_gather = True
         for unit in self.root_units:
             unit.gather()
         return self.on_inputs(args, kwargs)
@@ -330,7 +330,7 @@ class Hooks:
             return None
         self.phase = self.watch_phase(Phase.IDLE)
         for unit in self.units:
-            unit.shown.let_reads_gather(False)
+            unit.shown.reads_gather = False
             if not self.keep:
                 unit.release()
         if output is None:
@@ -406,10 +406,10 @@ class Hooks:
             self.reducer.begin(units if self.lands else ())
             self.active.clear()
             for unit in self.units:
-                unit.shown.let_reads_gather(True)
+                unit.shown.reads_gather = True
                 unit.show_weights()
                 if unit.shown.read_in_graph:  # no hook fires before autograd reads it
-                    unit.shown.pin()
+                    unit.shown.pinned = True
                     unit.gather()
         if torch.is_grad_enabled():  # create_graph: the backward of this backward reads the weights again
             self.keep = True
@@ -479,7 +479,7 @@ class Hooks:
     def _close_backward(self) -> None:
         self.graph = None
         for unit in self.units:
-            unit.shown.let_reads_gather(False)
+            unit.shown.reads_gather = False
             if not self.keep:
                 unit.release()
             unit.hide_gradients()

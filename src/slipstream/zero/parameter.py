@@ -105,7 +105,7 @@ class ReleasedParameter(nn.Parameter):
 
     def _get_grad(self) -> torch.Tensor | None:
         grad = raw_grad(self)
-        if grad is not None or not _unit(self).holds_gradient():
+        if grad is not None or not _unit(self).window.holds_gradient:
             return grad
         raise _no_gradient(self)
 

@@ -2,13 +2,12 @@
 
 Class and memory change together (zero/parameter.py, Note: Class swap). A parameter views the unit's full weights, a placeholder
 while these are released, or a private copy: `copies` are the parameters that `gathered(...)` or a surgery has pointed elsewhere,
-and which gather and release leave alone. Only `Shown` changes its attributes, and the class and data of parameters in a unit.
+and which gather and release leave alone. Only `Shown` changes the class and data of parameters in a unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,14 +21,6 @@ from slipstream.zero.storage.store import MemoryStore
 
 if TYPE_CHECKING:
     from slipstream.zero.unit import Unit
-
-
-class Reads(Enum):
-    """What a read of a released parameter does."""
-
-    RAISE = "raise"
-    GATHER = "gather"  # inside the engine's forward or backward: gathers the unit until its end
-    COPY = "copy"  # inside a surgery: shows a private copy of the unit
 
 
 class Shown:
@@ -50,8 +41,9 @@ class Shown:
         self._placeholders = [filler.expand(slot.shape) for slot in layout.slots]
         self._versions = [param._version for param in params]
         self.copies: frozenset[int] = frozenset()  # parameters that view private copies
-        self.reads = Reads.RAISE
-        self._show_copy: Callable[[Unit], None] | None = None  # with Reads.COPY
+        # What reads of released parameters do, if they do not raise. Set from outside
+        self.reads_gather = False  # inside the engine's forward or backward: gather the unit until its end
+        self.show_copy: Callable[[Unit], None] | None = None  # inside a surgery: show a private copy of the unit, by this function
         self.pinned = False  # gathered by a read: stays gathered until the end of this forward or backward
         self.read_in_graph = False  # a graph since the last step uses it outside its block: every backward gathers it first
         self.num_changes = 0  # how often the unit's weights have changed
@@ -124,32 +116,12 @@ class Shown:
 
     # -- reads of released parameters --
 
-    def let_reads_gather(self, gathers: bool) -> None:
-        """During a forward or backward, let reads gather the unit; after it, let them raise again. A surgery has precedence."""
-        if self.reads is not Reads.COPY:
-            self.reads = Reads.GATHER if gathers else Reads.RAISE
-
-    def let_reads_copy(self, show_copy: Callable[[Unit], None]) -> None:
-        """Let reads show a private copy of the unit, which `show_copy` makes."""
-        self.reads, self._show_copy = Reads.COPY, show_copy
-
-    def let_reads_raise(self) -> None:
-        self.reads, self._show_copy = Reads.RAISE, None
-
     def copy_on_read(self, unit: Unit) -> bool:
         """Show a private copy, if reads do that; returns whether they do."""
-        if self._show_copy is None:
-            return False
-        self._show_copy(unit)
-        return True
-
-    def pin(self) -> None:
-        """Keep the unit gathered until the end of this forward or backward."""
-        self.pinned = True
-
-    def forget_reads(self) -> None:
-        """Drop the record of reads outside the block: no graph since then contains one."""
-        self.read_in_graph = False
+        if self.show_copy is not None:
+            self.show_copy(unit)
+            return True
+        return False
 
     def record_read(self) -> None:
         """Record a read that gathers the unit."""
@@ -157,10 +129,6 @@ class Shown:
         self.read_in_graph |= torch.is_grad_enabled()
 
     # -- writes from outside --
-
-    def lock_writes(self, is_locked: bool) -> None:
-        """Make writes through `gathered(...)` and in place raise, or accept them again."""
-        self.is_locked = is_locked
 
     def written(self) -> Iterator[int]:
         """Yield the parameters that were written in place since the last `accept_write`; none while they are released.

@@ -37,7 +37,7 @@ from slipstream.zero.leaves import Leaf
 from slipstream.zero.memory import Memory, place
 from slipstream.zero.placement import Placement, Tier
 from slipstream.zero.reduction import Coded, CodedTwice, Dense, Reduction
-from slipstream.zero.shown import Reads, Shown, check_writes
+from slipstream.zero.shown import Shown, check_writes
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.store import HostStore, Store, fill_zero
 from slipstream.zero.transforms import outside
@@ -176,7 +176,7 @@ class Unit:
     def gather_on_read(self) -> bool:
         """Gather if that is safe here (inside the engine's forward or backward); returns whether it was."""
         self._refuse_asleep()
-        if self.shown.reads is not Reads.GATHER:
+        if not self.shown.reads_gather:
             return False
         self.shown.record_read()
         self.gather()
@@ -185,9 +185,6 @@ class Unit:
     def copy_on_read(self) -> bool:
         """Make the parameters plain views of a private copy if that is safe here (inside a surgery); returns whether it was."""
         return self.shown.copy_on_read(self)
-
-    def holds_gradient(self) -> bool:
-        return self.window.holds_gradient
 
     def show_weights(self) -> None:
         """Restore the plain parameter classes before a forward."""
@@ -311,10 +308,8 @@ class Unit:
         self.reduction.comm.reusable(buffer)
         flat = self.reduction.room(buffer, self.layout.numel, self.dtypes.grads)
         self.window.pack(flat)
-        landing, accumulate = self.window.open(self.homes, grads), self.window.has_gradient
-        total, kept = landing.memory, self.memory.feedback
-        pending = self.reduction.scatter(flat, buffer, self.cuts, total, kept, alpha=alpha, accumulate=accumulate)
-        self.window.launched()
+        (landing, accumulate), kept = self.window.open(self.homes, grads), self.memory.feedback
+        pending = self.reduction.scatter(flat, buffer, self.cuts, landing.memory, kept, alpha=alpha, accumulate=accumulate)
 
         def finish() -> None:
             self.window.reduced(pending.wait())
@@ -422,7 +417,7 @@ class Unit:
     def forget_gradients(self) -> None:
         """Drop everything accumulated since the last step."""
         self.window.forget()
-        self.shown.forget_reads()
+        self.shown.read_in_graph = False
         self.show_weights()
 
     def rename(self, index: int, name: str, block: nn.Module | None, leaves: Sequence[Leaf]) -> None:

@@ -120,20 +120,16 @@ class UnitWindow:
         if self.has_gradient and self._landing is None:
             self._landing = homes.open(grads, read=True)
 
-    def open(self, homes: Homes, grads: Store) -> Landing:
-        """Return the memory to which the next reduction adds its sum if `has_gradient`, and which it overwrites otherwise."""
-        landing = self._landing or homes.open(grads, read=self.has_gradient)
-        self._landing = None
+    def open(self, homes: Homes, grads: Store) -> tuple[Landing, bool]:
+        """The memory of the sum for a reduction that is launched now, and whether it adds to what is there."""
+        accumulates, self.has_gradient = self.has_gradient, True
+        landing, self._landing = self._landing or homes.open(grads, read=accumulates), None
         landing.ready()
-        return landing
+        return landing, accumulates
 
     def close(self) -> None:
         """Drop the memory that `open_ahead` opened and no reduction has used."""
         self._landing = None
-
-    def launched(self) -> None:
-        """Record the launch of a reduction: the next one adds to its result."""
-        self.has_gradient = True
 
     # -- the reduced gradients --
 
