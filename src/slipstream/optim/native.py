@@ -255,15 +255,6 @@ class MomentStore(Store):
         device = "cpu" if codes.view(0, 0) is None else codes.get(0, 0).device
         self.scales = torch.zeros(-(-codes.numel // _CODED), device=device)
 
-    def is_away(self, start: int, stop: int) -> bool:
-        return True
-
-    def view(self, start: int, stop: int) -> Tensor | None:
-        return None
-
-    def settle(self) -> None:
-        self.codes.settle()
-
     def get(self, start: int, stop: int) -> Tensor:
         first, last = self._blocks(start, stop)
         return self._read(first, last).float()[start - first : stop - first]

@@ -30,21 +30,20 @@ GRAIN = 4096  # elements: a page of the narrowest dtype
 
 
 class Store(ABC):
-    """The storage of one flat state of one unit."""
+    """The storage of one flat state of one unit. What it does itself is for codes in memory."""
 
     numel: int
     dtype: torch.dtype
 
-    @abstractmethod
     def is_away(self, start: int, stop: int) -> bool:
         """Whether some of the elements [start, stop) are on disk."""
+        return False
 
-    @abstractmethod
     def view(self, start: int, stop: int) -> Tensor | None:
-        """Return elements [start, stop) in place after `settle`, or None if some of them are on disk."""
+        """Return elements [start, stop) in place after `settle`, or None if some of them are on disk or in codes."""
+        return None
 
-    @abstractmethod
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """Order later computation on the state, by the device or the host that stores it, after any copy in flight."""
 
     @abstractmethod
@@ -77,9 +76,6 @@ class MemoryStore(Store):
         self.tensor, self.numel, self.dtype = tensor, tensor.numel(), tensor.dtype
         self.moving: Event | None = None
 
-    def is_away(self, start: int, stop: int) -> bool:
-        return False
-
     def view(self, start: int, stop: int) -> Tensor:
         self.settle()
         return self.tensor[start:stop]
@@ -110,15 +106,6 @@ class CodedStore(Store):
         self.codes, self.dtype = codes, dtype  # codes: uint8 [blocks * bytes of a block]
         self._records = codes.view(-1, wire.nbytes(wire.WIRE_BLOCK, 8))
         self.numel = len(self._records) * wire.WIRE_BLOCK
-
-    def is_away(self, start: int, stop: int) -> bool:
-        return False
-
-    def view(self, start: int, stop: int) -> None:
-        return None
-
-    def settle(self) -> None:
-        pass
 
     def _decode(self, records: Tensor) -> Tensor:
         values = torch.empty(len(records) * wire.WIRE_BLOCK, dtype=self.dtype, device=records.device)
@@ -168,9 +155,6 @@ class DiskStore(Store):
 
     def view(self, start: int, stop: int) -> Tensor | None:
         return None if self.is_away(start, stop) else self.head[start:stop]
-
-    def settle(self) -> None:
-        pass  # no lane copies from or to a disk
 
     def part(self, start: int, memory: Tensor) -> tuple[int, Tensor]:
         """The (file offset, memory) of a transfer of elements from `start`, a multiple of GRAIN after the head."""
