@@ -4,8 +4,7 @@ These are ordinary `torch.optim.Optimizer`s, unaware of ranks and shards. The en
 elementwise optimizer (`is_elementwise`), and whole tensors, each owned by one rank, to every other.
 """
 
-from slipstream.optim.lamb import Lamb
-from slipstream.optim.lion import Lion
+from slipstream.optim.loop import Lamb, Lion
 from slipstream.optim.muon import Muon, muon_groups
 from slipstream.optim.onebit import OneBitAdam, ZeroOneAdam
 from slipstream.optim.onebit_lamb import OneBitLamb

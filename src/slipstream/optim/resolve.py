@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from slipstream.optim import rules
-from slipstream.optim.lamb import Lamb
-from slipstream.optim.lion import Lion
+from slipstream.optim.loop import Lamb, Lion
 from slipstream.optim.muon import Muon
 from slipstream.optim.onebit import OneBitAdam, ZeroOneAdam
 from slipstream.optim.onebit_lamb import OneBitLamb
