@@ -7,7 +7,8 @@ modules would be wrong for all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.nn as nn
@@ -16,13 +17,8 @@ import torch.nn as nn
 class Adapter(NamedTuple):
     """An adapter to initialize."""
 
-    layer: Any
-    name: str
-    init: bool | str  # LoraConfig.init_lora_weights
     params: list[nn.Parameter]
-
-    def reset(self) -> None:
-        self.layer.reset_lora_parameters(self.name, self.init)
+    reset: Callable[[], None]
 
 
 def find_adapters(model: nn.Module, fresh: Collection[int]) -> dict[str, list[Adapter]]:
@@ -43,7 +39,7 @@ def find_adapters(model: nn.Module, fresh: Collection[int]) -> dict[str, list[Ad
                     f"lost; of PEFT's adapters only LoRA (init_lora_weights=True or 'gaussian', no variants) can be initialized "
                     f"again. Add it after initialize, inside `with engine.surgery():`, or to a model that has its weights"
                 )
-            adapters.setdefault(path, []).append(Adapter(layer, name, init, uninitialized))
+            adapters.setdefault(path, []).append(Adapter(uninitialized, partial(layer.reset_lora_parameters, name, init)))
     return adapters
 
 
@@ -51,11 +47,8 @@ def _adapter_params(layer: Any) -> dict[str, list[nn.Parameter]]:
     """The parameters of a layer's adapters, by the adapter's name."""
     params: dict[str, list[nn.Parameter]] = {}
     for attribute in getattr(layer, "adapter_layer_names", ()):
-        for name, item in _items(getattr(layer, attribute, None)):
-            params.setdefault(name, []).extend([item] if isinstance(item, nn.Parameter) else item.parameters())
+        holder = getattr(layer, attribute, None)
+        for name, item in holder.items() if isinstance(holder, nn.ModuleDict | nn.ParameterDict) else ():
+            if isinstance(item, nn.Module | nn.Parameter):
+                params.setdefault(name, []).extend([item] if isinstance(item, nn.Parameter) else item.parameters())
     return params
-
-
-def _items(holder: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(holder, nn.ModuleDict | nn.ParameterDict):
-        yield from ((name, item) for name, item in holder.items() if isinstance(item, nn.Module | nn.Parameter))
