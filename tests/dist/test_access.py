@@ -169,6 +169,19 @@ def test_gathered_ignores_ordinary_parameters() -> None:
 
 
 @distributed(world_size=2)
+def test_a_view_that_is_assigned_in_gathered_is_stored() -> None:
+    for stage in (1, 3):
+        for around in (lambda engine: zero.gathered(engine.module), lambda engine: engine.surgery()):
+            engine = toy.make(toy.seeded(lambda: nn.Linear(8, 8)), stage)
+            weight = engine.module.weight
+            before = engine.state_dict()["weight"]
+            with around(engine):
+                weight.data = weight.data.t()
+            assert engine.state_dict()["weight"].equal(before.t()) and not before.equal(before.t())
+            engine.destroy()
+
+
+@distributed(world_size=2)
 def test_gathered_refuses_another_shape() -> None:
     for stage in (0, 3):
         model = toy.seeded(toy.Lm)
@@ -352,14 +365,15 @@ def test_grad_is_never_a_silent_none(transport: str) -> None:
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_new_memory_is_refused_by_name(transport: str) -> None:
     for stage in cases.stages(transport, (0, 1, 2)):
-        for spoil in ("half", "data"):
-            model = toy.seeded(toy.Net)
+        for spoil, name in (("half", "inp.weight"), ("data", "out.bias"), ("transposed", "inp.weight")):
+            model = toy.seeded(lambda: toy.Net(dim=8))
             engine = toy.make(model, stage, transport)
             if spoil == "half":
                 model.half()
-            else:
+            elif spoil == "data":
                 model.out.bias.data = torch.zeros(8)
-            name = "inp.weight" if spoil == "half" else "out.bias"
+            else:
+                model.inp.weight.data = model.inp.weight.data.t()
             with pytest.raises(RuntimeError, match=f"'{name}' no longer lives in the engine's memory"):
                 engine(toy.floats(engine.rank, 0))
             with pytest.raises(RuntimeError, match="no longer lives"):

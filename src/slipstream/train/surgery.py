@@ -209,7 +209,7 @@ class Surgery:
                 unit.shown.end_copies(range(len(unit.params)))
             elif not unit.placement.weights:
                 for param, view in zip(unit.params, unit.shown.views, strict=True):
-                    if param.data_ptr() != view.data_ptr():  # discard `p.data = ...`
+                    if access.is_assigned(param, view):  # discard `p.data = ...`
                         param.data = view
         self.copies = {}
         if is_changed or (why and self.was_half_changed):
@@ -297,7 +297,7 @@ def _is_touched(unit: Unit, i: int, copies: Mapping[Unit, Tensor]) -> bool:
     param, view = unit.params[i], unit.shown.views[i]
     if unit.placement.weights or not view.numel():
         return False
-    return param.data_ptr() != view.data_ptr() or param.shape != view.shape or unit.shown.is_written(i)
+    return access.is_assigned(param, view) or unit.shown.is_written(i)
 
 
 class Change:

@@ -233,18 +233,23 @@ def _keeping_for_backward() -> Iterator[None]:
         yield
 
 
+def is_assigned(value: Tensor, view: Tensor) -> bool:
+    """Whether a parameter's data is other than the view that it was given, such as its transpose."""
+    return (value.data_ptr(), value.shape, value.stride()) != (view.data_ptr(), view.shape, view.stride())
+
+
 def copy_assigned(unit: Unit, indices: Iterable[int], copy: Tensor) -> None:
     """Copy values that were set with `p.data = ...`, not in place, into `copy`. Raises ValueError if a shape has changed."""
     for i in indices:
         slot, new = unit.layout.slots[i], unit.params[i].data
         view = copy[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        if new.data_ptr() != view.data_ptr():
+        if is_assigned(new, view):
             if new.shape != view.shape:
                 raise ValueError(
                     f"parameter {unit.names[i]!r} was given shape {tuple(new.shape)} inside gathered(), it is "
                     f"{tuple(view.shape)}; to resize, change the model inside `with engine.surgery():`"
                 )
-            view.copy_(new)
+            view.copy_(new.clone())  # it may be another view of the same memory
 
 
 def use_values_of(rank: int, unit: Unit, values: Tensor) -> None:

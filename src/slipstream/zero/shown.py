@@ -32,7 +32,11 @@ class Shown:
         self._reduced, self._released = parameter_classes(unit)
         self._current: type[nn.Parameter] = nn.Parameter  # stands for `plain`
         self.views = [full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
-        self._offsets = [slot.offset * full.element_size() if slot.numel else None for slot in layout.slots]
+        # where each parameter is, in bytes, and its strides; None if it has no elements
+        self._places = [
+            (slot.offset * full.element_size(), view.stride()) if slot.numel else None
+            for slot, view in zip(layout.slots, self.views, strict=True)
+        ]
         for param, view in zip(params, self.views, strict=True):
             move_in(param, view)
         # Released parameters are views of this one element: a read that bypasses __torch_function__ (torch.tensor(p)) returns NaN,
@@ -138,10 +142,10 @@ class Shown:
         if self._current is self._released:
             return
         base = self.full.data_ptr()
-        for i, (param, offset) in enumerate(zip(self.params, self._offsets, strict=True)):
+        for i, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
             if i in self.copies:
                 continue
-            if offset is not None and param.data_ptr() != base + offset:
+            if place is not None and (param.data_ptr() - base, param.stride()) != place:
                 raise RuntimeError(
                     f"parameter {self.layout.slots[i].name!r} no longer lives in the engine's memory (model.to/half/cuda or "
                     f"`p.data = ...` after initialize). Convert the model before initialize, or set precision in the config; "
