@@ -57,7 +57,7 @@ def _unreduced(engine: Any, param: nn.Parameter) -> Tensor | None:
     grad, local, slot = unit.window.unreduced(i), unit.memory.local, unit.layout.slots[i]
     if local is not None and unit.window.is_in_local(i):
         grad = local.tensor[slice(*slot.span)].view(slot.shape)
-    divisor = engine.averaged_over * engine.precision.loss_scale
+    divisor = engine.window.averaged_over * engine.precision.loss_scale
     return grad if grad is None else grad.clone() if divisor == 1 else grad.float() / divisor  # which fp16 could not hold
 
 

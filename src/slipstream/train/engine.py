@@ -127,12 +127,10 @@ class Engine(nn.Module):
     def wire(self) -> None:
         """Install hooks between the current model and the current units."""
         states, speaks = self.states, self.mesh.is_first
-        reducer = Reducer(states.units, states.slots)
-        reducer.alpha = self.alpha
         hooks = Hooks(
             states.model,
             states.units,
-            reducer,
+            Reducer(states.units, states.slots, self.window.alpha),
             self.watch,
             self.precision.inputs,
             self.precision.outputs,
@@ -168,7 +166,6 @@ class Engine(nn.Module):
             raise TypeError(f"engine.backward() needs the loss as a tensor computed by the model, not {loss!r}")
         accumulation = self.plan.batch.accumulation if self.plan.batch.managed else 1
         self.window.divide(scale_wrt_gas)
-        self._set_alpha()
         self.progress.saw(loss, 1 if scale_wrt_gas else accumulation)
         with self.progress.timing("backward"):
             for call in self.states.before_backward:
@@ -217,7 +214,7 @@ class Engine(nn.Module):
         self.window.check_loop(self.states.hooks.backwards, logs=self.mesh.is_first)
         if self.states.hooks.backwards:
             self.precision.end_step()
-        window.finish(self.states, self.alpha)
+        window.finish(self.states, self.window.alpha())
         return judge(self.states, self.precision.loss_scale, self.plan.gradient_clipping, self.saves.auto.wish)
 
     def _count(self, verdict: Verdict) -> None:
@@ -230,7 +227,6 @@ class Engine(nn.Module):
             unit.forget_gradients()
         self.states.hooks.step_done()
         self.window.divides = None
-        self._set_alpha()
         self.overflow = not self.step_applied
         if self.step_applied:
             if self.lr_scheduler is not None:
@@ -266,26 +262,12 @@ class Engine(nn.Module):
         """Whether the next `step()` ends its window and applies the update; other steps only count a micro-batch."""
         return self.window.ends_after(self.micro_steps)
 
-    @property
-    def averaged_over(self) -> int:
-        """The number of micro-batches that gradients are averaged over; 1 if the caller divides the losses."""
-        return self.window.averaged_over
-
-    @property
-    def alpha(self) -> float:
-        """The factor that turns summed gradients into their mean over ranks and micro-batches."""
-        return self.window.alpha
-
-    def _set_alpha(self) -> None:
-        self.states.hooks.reducer.alpha = self.alpha
-
     def set_batch(self, batch: BatchPlan) -> None:
         """Change the batch sizes from the next accumulation window on."""
         if batch.accumulation != self.plan.batch.accumulation:
             self.micro_steps = self.global_steps * batch.accumulation
         self.plan = self.window.plan = self.states.plan = replace(self.plan, batch=batch)
         self.window.divides = None
-        self._set_alpha()
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the next `step()` applies the update; None returns to counting micro-batches."""
@@ -376,7 +358,7 @@ class Engine(nn.Module):
     def _gradient(self, unit: Unit, i: int) -> dict[str, Tensor]:
         if unit.placement.grads:
             window.reduce_leftovers(self.states)
-        return {"gradient": access.full_gradient(unit, i, self.alpha) / self.precision.loss_scale}
+        return {"gradient": access.full_gradient(unit, i, self.window.alpha()) / self.precision.loss_scale}
 
     def set_gradient(self, name: str, value: Tensor) -> None:
         """Replace the mean gradient so far of parameter `name`; `value` is whole and unscaled. Collective; all ranks pass the same.
@@ -395,7 +377,7 @@ class Engine(nn.Module):
     def _set_gradient(self, unit: Unit, i: int, values: Mapping[str, Tensor]) -> None:
         if unit.placement.grads:
             window.reduce_leftovers(self.states)
-        access.set_gradient(unit, i, values["gradient"], self.alpha)
+        access.set_gradient(unit, i, values["gradient"], self.window.alpha())
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """Return the optimizer states of parameter `name`, whole, by name ("exp_avg", ...), and its "master". Collective.
@@ -502,7 +484,6 @@ class Engine(nn.Module):
                 self.zero_grad()
                 self.micro_steps = self.global_steps * (self.plan.batch.accumulation if self.plan.batch.managed else 1)
                 self.window.divides = None
-                self._set_alpha()
             return path, client_state
 
     @contextmanager

@@ -329,7 +329,6 @@ class Pipe:
         engine, micro_batches = self.engine, self.engine.micro_batches
         batches = self._read(micro_batches)
         engine.window.divide(True)
-        engine._set_alpha()
         try:
             with nullcontext() if self.deferred is None else self.deferred.collecting():
                 losses = self._run(batches)

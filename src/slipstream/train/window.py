@@ -38,7 +38,6 @@ class AccumulationWindow:
         """The number of micro-batches that gradients are averaged over; 1 if the caller divides the losses."""
         return 1 if self.divides is False or not self.plan.batch.managed else self.plan.batch.accumulation
 
-    @property
     def alpha(self) -> float:
         """The factor that turns summed gradients into their mean over ranks and micro-batches."""
         return 1.0 / (self.num_ranks * self.averaged_over)

@@ -88,11 +88,13 @@ class Slots:
 
 
 class Reducer:
-    """Launches `unit.reduce` in a fixed order per backward, each unit as soon as it and all units before it are complete."""
+    """Launches `unit.reduce` in a fixed order per backward, each unit as soon as it and all units before it are complete.
 
-    def __init__(self, units: Sequence[Unit], slots: Slots) -> None:
-        self.units, self.slots = units, slots
-        self.alpha = 1.0
+    alpha: the factor of the gradients that are reduced now
+    """
+
+    def __init__(self, units: Sequence[Unit], slots: Slots, alpha: Callable[[], float]) -> None:
+        self.units, self.slots, self.alpha = units, slots, alpha
         self.order: list[Unit] = []
         self.missing: dict[int, set[int]] = {}  # unit index -> parameters whose gradient has not landed
         self.expected: dict[int, int] = {}  # unit index -> number of parameters that require gradients
@@ -136,7 +138,7 @@ class Reducer:
         """Start reducing one unit. Every rank calls this for the same units in the same order."""
         while len(self.in_flight) >= NUM_BUFFERS - 1:
             self.in_flight.popleft().wait()
-        self.in_flight.append(unit.reduce(self.slots.next(unit), self.alpha))
+        self.in_flight.append(unit.reduce(self.slots.next(unit), self.alpha()))
 
     def flush(self) -> None:
         """At the end of the backward, reduce the units that are incomplete and wait for all."""
