@@ -45,31 +45,29 @@ class Noise:
         self.engine, self.every, self.decay = engine, every, decay
         self.handles: list[RemovableHandle] = []
         self.squares: list[Tensor] = []  # of the gradient of each parameter in each backward
-        self.backwards = 0
+        self.passes = set[int]()  # these backwards
         self.factor = 1.0  # of the gradients in a backward
         self.means = {"spread": 0.0, "square": 0.0}  # tr(S) and |G|^2, over measurements
 
     def connect(self) -> None:
         states = self.engine.states
         states.resources["noise scale"] = self
-        states.before_backward.append(self._begin)
+        states.before_forward(lambda *_: self._begin())
         states.after_step.append(self._end)
 
-    def _begin(self, loss: Tensor) -> None:
-        if (self.engine.global_steps + 1) % self.every:
-            return
-        if not self.backwards:
+    def _begin(self) -> None:
+        if (self.engine.global_steps + 1) % self.every == 0 and torch.is_grad_enabled() and not self.handles:
             params = [param for unit in self.engine.units for param in unit.model_params if param.requires_grad]
             self.handles = [param.register_hook(self._add) for param in params]
-        self.backwards += 1
-        self.factor = self.engine.window.share * self.engine.precision.loss_scale
 
     def _add(self, grad: Tensor) -> None:
         values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
         self.squares.append(torch.linalg.vector_norm(values.float()).square())
+        self.passes.add(self.engine.states.hooks.passes)
+        self.factor = self.engine.window.share * self.engine.precision.loss_scale
 
     def _end(self, _: bool) -> None:
-        backwards, squares = self.backwards, self.squares
+        backwards, squares = len(self.passes), self.squares
         self.close()
         if self.engine.global_steps % self.every:
             return
@@ -83,7 +81,7 @@ class Noise:
     def close(self) -> None:
         for handle in self.handles:
             handle.remove()
-        self.handles, self.squares, self.backwards = [], [], 0
+        self.handles, self.squares, self.passes = [], [], set()
 
     def _measured(self, few: int, small: float, many: int, big: float) -> None:
         """Take in the squared norms of the mean gradients of `few` and of `many` samples."""
