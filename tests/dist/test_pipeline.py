@@ -22,6 +22,7 @@ from slipstream.train import handover, pipeline
 from slipstream.world.watch import PeerError
 from tests import cases, probe, toy
 from tests.dist.test_axes import Enter, Leave
+from tests.dist.test_noise import Recorder
 from tests.pool import distributed
 
 DIM, STEPS, CLIP, MICRO = 8, 3, 0.05, 4
@@ -532,6 +533,18 @@ def test_a_checkpoint_function_of_the_users() -> None:
     assert train(own) == train(plain) and calls
     plain.destroy()
     own.destroy()
+
+
+@distributed(world_size=2)
+def test_monitors_get_the_loss_of_their_own_step() -> None:
+    custom = {f"{Recorder.__module__}.Recorder": {}}
+    engine = make(module(num_stages=2), 1, "shared", slipstream={"monitors": {"custom": custom}})
+    losses, _ = train(engine)
+    size = engine.plan.batch.train_batch_size
+    engine.destroy()
+    if dist.get_rank() == 0:
+        seen = [(event.samples, event.value) for event in Recorder.made.pop().seen if event.tag == "Train/Samples/train_loss"]
+        assert seen == [(size * (step + 1), pytest.approx(loss)) for step, loss in enumerate(losses)]
 
 
 @distributed(world_size=4)

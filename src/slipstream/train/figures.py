@@ -89,8 +89,6 @@ def _figures(engine: Engine, tokens: _Tokens, memory: Resident) -> list[tuple[st
     figures: dict[str, float | None] = {"grad_norm": engine.global_grad_norm, **engine.progress.figures()}
     if engine.optimizer is not None:
         figures["lr"] = engine.optimizer.param_groups[0]["lr"]
-    if (loss := getattr(engine, "agg_train_loss", None)) is not None:  # of a pipeline
-        figures["train_loss"] = float(loss)
     if seen := tokens.take():
         figures["tokens_per_s"] = rate = seen * (figures["samples_per_s"] or 0.0) / engine.progress.samples
         if tokens.flop:

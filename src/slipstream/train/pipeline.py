@@ -71,6 +71,7 @@ class PipelineEngine(Engine):
     def __init__(self, states: States, precision: Precision, mail: Mail) -> None:
         super().__init__(states, precision)
         self.pipe = Pipe(self, mail)
+        states.after_step.append(self.pipe.end_step)  # before monitors, which get the loss
         self.set_boundary(True)
 
     def wire(self) -> None:
@@ -261,6 +262,7 @@ class Pipe:
         self.index = engine.mesh.pp.index
         self.iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
+        self.losses: list[Tensor] = []  # of the last batch's micro-batches, where the last stage is
         self.loss: Tensor | None = None
         self.total: Tensor | None = None
         self.additional: dict[str, Tensor] | None = None  # means of losses that are only reported
@@ -331,14 +333,19 @@ class Pipe:
         engine.window.divide(True)
         try:
             with nullcontext() if self.deferred is None else self.deferred.collecting():
-                losses = self._run(batches)
+                self.losses = self._run(batches)
         finally:
             self.is_last_backward = False
         engine.states.hooks.backwards = micro_batches  # of the model, however many stages of it are here
         engine.micro_steps += micro_batches - 1
         Engine.step(engine)
-        self.loss = self._mean(losses, micro_batches, engine.precision.weight)
+        assert self.loss is not None, "each batch ends with a step"
         return self.loss
+
+    def end_step(self, _: bool) -> None:
+        """Take the loss of the batch that the step ends. Collective."""
+        self.loss = self._mean(self.losses, self.engine.micro_batches, self.engine.precision.weight)
+        self.engine.progress.saw(self.loss, 1)
 
     def _run(self, batches: list[Any]) -> list[Tensor]:
         """All actions of a step; returns the losses of the micro-batches, where the last stage is."""

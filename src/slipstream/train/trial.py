@@ -7,7 +7,6 @@ file STOP into the folder.
 from __future__ import annotations
 
 import json
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from slipstream.config.plan import Plan
 from slipstream.config.trial import PROGRESS, STOP, SURVEY, Trial, current, write_json
+from slipstream.observe.memory import MemoryReading
 from slipstream.world.join import local_world_size
 from slipstream.zero.trees import map_tensors
 
@@ -103,17 +103,9 @@ class _Follower:
         step = {"step": self.count, "seconds": seconds, "timed": self.count > self.trial.warmup}
         if losses := engine.progress.losses:
             step["loss"] = fmean(map(float, losses))
-        if (loss := getattr(engine, "agg_train_loss", None)) is not None:  # of a pipeline
-            step["loss"] = float(loss)
         if self.rate is not None:
             step["lr"] = self.rate
-        on_gpu = engine.device.type == "cuda"
-        step["memory"] = (
-            torch.cuda.max_memory_allocated(engine.device)
-            if on_gpu
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # KiB on Linux
-        )
-        self._write(step)
+        self._write(step | {"memory": MemoryReading.of(engine.device).peak})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with open(self.trial.folder / PROGRESS, "a") as file:
