@@ -401,6 +401,8 @@ def test_hosts_leave_and_join(launcher: Launcher, tmp_path: Path, every: tuple[s
 def test_wrong_settings() -> None:
     for checkpoint, message in (
         ({"every_steps": 3}, "without a folder"),
+        ({"on_signal": ["SIGUSR1"]}, "on_signal without a folder"),
+        ({"resume": True}, "resume without a folder"),
         ({"memory_every_steps": 1}, "memory_every_steps without a folder"),
         ({"folder": "a", "on_signal": ["SIGKILL"]}, r"on_signal has SIGKILL"),
         ({"folder": "a", "on_signal": "USR1"}, r"on_signal has USR1"),

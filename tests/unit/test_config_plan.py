@@ -19,6 +19,7 @@ from slipstream.config.keys import Fate, of_fate
 from slipstream.config.plan import json_keys, plan_values, sentences
 from slipstream.config.resolution import AUTO, triad
 from slipstream.optim import resolve_optimizer
+from slipstream.parallel.schedule import simulate
 from slipstream.train import compiled, rehearse
 from slipstream.train.schedules import build_scheduler
 from tests.unit.test_config_schema import ACCELERATE
@@ -284,6 +285,20 @@ def test_mics_is_checked() -> None:
         plan_of({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, ranks=4)
     with pytest.raises(ValueError, match="but the stage is 1"):
         plan_of({"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, ranks=4)
+
+
+def few_micro_batches(**pipeline: Any) -> str:
+    """The note on a pipeline of four stages and four micro-batches; "" if there is none."""
+    plan = plan_of({"gradient_accumulation_steps": 4, "slipstream": {"mesh": {"pp": 4}, "pipeline": pipeline}}, ranks=4)
+    return next((note for note in plan.notes if "few micro-batches" in note), "")
+
+
+def test_a_pipeline_that_idles_is_told_by_how_much() -> None:
+    for pipeline, style, chunks in (({}, "1f1b", 1), ({"schedule": "gpipe"}, "gpipe", 1), ({"chunks": 2}, "interleaved", 2)):
+        idle = simulate(4, 4, style, chunks).idle
+        assert f"idle in about {idle:.0%} of a step. Take {16 // chunks} or more" in few_micro_batches(**pipeline), style
+    for filled in ({"schedule": "v"}, {"schedule": "zero_bubble"}, {"chunks": 4}):
+        assert not few_micro_batches(**filled)
 
 
 # Optimizer and schedule

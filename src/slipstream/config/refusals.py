@@ -139,18 +139,21 @@ class Case:
 
     @property
     def bubble(self) -> float:
-        """The idle share of a pipeline's step, with equal times of forward, and of backward by inputs and by weights."""
-        micros = self.plan.batch.accumulation * (3 if self.plan.pipeline.schedule == "zero_bubble" else 1)
-        return (self.plan.mesh.pp - 1) / (micros + self.plan.mesh.pp - 1)
+        """The idle share of a pipeline's step, with equal times of forward, and of backward by inputs and by weights: that of
+        parallel/schedule.py's `Style` from as many micro-batches as stages on."""
+        chunks = self.plan.pipeline.chunks
+        parts = self.plan.batch.accumulation * {"zero_bubble": 3 * chunks, "v": 6}.get(self.plan.pipeline.schedule, chunks)
+        return (self.plan.mesh.pp - 1) / (parts + self.plan.mesh.pp - 1)
 
     @property
     def enough(self) -> int:
-        return 4 * self.plan.mesh.pp
+        """The customary four micro-batches a stage, of which interleaved stages share the gaps."""
+        return -(-4 * self.plan.mesh.pp // self.plan.pipeline.chunks)
 
     @property
     def idles(self) -> bool:
-        """Whether a pipeline has fewer micro-batches than the customary four a stage, whose gaps nothing fills."""
-        return self.plan.batch.accumulation < self.enough and self.plan.pipeline.schedule != "zero_bubble"
+        """Whether a pipeline has fewer micro-batches, and nothing fills the gaps."""
+        return self.plan.batch.accumulation < self.enough and self.plan.pipeline.schedule not in ("zero_bubble", "v")
 
     @property
     def contradiction(self) -> str:
@@ -160,8 +163,9 @@ class Case:
 
     @property
     def asks_to_save(self) -> str:
-        names = ("every_steps", "every_minutes", "memory_every_steps")
-        return " and ".join(name for name in names if getattr(self.plan.checkpoint, name))
+        names = ("every_steps", "every_minutes", "memory_every_steps", "on_signal", "resume")
+        given = [name for name in names if self.values.is_given(f"slipstream.checkpoint.{name}")]
+        return " and ".join(name for name in given if getattr(self.plan.checkpoint, name))
 
     @property
     def wrong_signals(self) -> str:
