@@ -1,4 +1,4 @@
-"""Check that all ranks of an engine have the same plan, model, optimizer and versions, before anything depends on it.
+"""Check that ranks have the same plan, model, optimizer and versions, before anything depends on it, or made the same changes.
 
 fact   a name and a value as text, such as "gradient_clipping" and "1.0"
 """
@@ -97,29 +97,45 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_alike(facts: Facts, group: Any = None, kind: Hashable = ()) -> None:
-    """Compare the facts of the ranks of a process group that have the same kind of them, such as a pipeline stage. Collective over
-    the group. Raises the same ValueError on every rank.
+    """Raise the same ValueError on every rank of a process group if `difference` finds one. Collective over the group."""
+    if why := difference(facts, group, kind):
+        remedy = "Use the same config, model, optimizer and versions on every rank"
+        raise ValueError(f"the ranks of this engine differ: {why}. {remedy}")
+
+
+def difference(facts: Facts, group: Any = None, kind: Hashable = ()) -> str:
+    """Compare the facts of the ranks of a process group that have the same kind of them, such as a pipeline stage; returns how they
+    differ, the same on every rank, "" if they do not. Collective over the group.
 
     Ranks gather one digest each, and the facts themselves only if the digests differ.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return
+        return ""
     digest = sha256(repr(list(facts.items())).encode()).digest()
     gathered = _gather((kind, digest), group)
     differing = [each for each, count in Counter(each for each, _ in dict.fromkeys(gathered)).items() if count > 1]
-    if differing:
-        ranks, by_rank = dist.get_process_group_ranks(group or dist.group.WORLD), _gather(facts, group)
-        places = [[i for i, (other, _) in enumerate(gathered) if other == each] for each in differing]
-        texts = [describe([ranks[i] for i in of_kind], [by_rank[i] for i in of_kind]) for of_kind in places]
-        raise ValueError(
-            f"the ranks of this engine differ: {'; '.join(texts)}. Use the same config, model, optimizer and versions on every rank"
-        )
+    if not differing:
+        return ""
+    ranks, by_rank = dist.get_process_group_ranks(group or dist.group.WORLD), _gather(facts, group)
+    places = [[i for i, (other, _) in enumerate(gathered) if other == each] for each in differing]
+    return "; ".join(describe([ranks[i] for i in of_kind], [by_rank[i] for i in of_kind]) for of_kind in places)
 
 
 def check_alike_on(facts: Facts, axis: Axis, kind: Hashable = ()) -> None:
     """`check_alike` for the ranks of one axis."""
     if axis.size > 1:
         check_alike(facts, axis.group, kind)
+
+
+def conflict(ranks: Sequence[int], by_rank: Sequence[Mapping[str, Any]]) -> tuple[str, int, Any, int, Any] | None:
+    """(name, rank, its value, another rank, that one's) of the first difference, where ranks need not have the same names."""
+    firsts: dict[str, tuple[int, Any]] = {}
+    for rank, values in zip(ranks, by_rank, strict=True):
+        for name, value in values.items():
+            first, usual = firsts.setdefault(name, (rank, value))
+            if value != usual:
+                return name, first, usual, rank, value
+    return None
 
 
 def describe(ranks: Sequence[int], by_rank: Sequence[Facts]) -> str:
@@ -164,6 +180,6 @@ def _gather(value: Any, group: Any) -> list[Any]:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
         if is_lost_rank(error):
-            raise PeerLostError("another rank ended before initialize(): see that rank's output for the reason") from error
+            raise PeerLostError("another rank ended before this comparison: see that rank's output for the reason") from error
         raise
     return values

@@ -14,7 +14,6 @@ are built whole and sliced like these (parallel/adapters.py).
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -28,7 +27,7 @@ from slipstream.moe.place import adopt_added
 from slipstream.optim import fit, muon_groups
 from slipstream.parallel.adapters import slice_adapters, whole_features
 from slipstream.train import schedules
-from slipstream.train.agreement import options
+from slipstream.train.agreement import Facts, conflict, difference, options
 from slipstream.train.gate import Obstacle
 from slipstream.train.origins import Carried, Origin, carry_states
 from slipstream.train.precision import buffer_rule
@@ -112,20 +111,24 @@ class Surgery:
     def finish(self) -> None:
         """Apply the change, once all ranks have made the same one; otherwise raise on every rank."""
         self.features.close()
-        states, lines = self.states, self._fingerprint()
-        checksum, ranks = zlib.crc32("\n".join(lines).encode()), states.mesh.world.ranks
-        stages = [states.mesh.places[rank].pp for rank in ranks]
-        rows = self._exchange(failed=False, is_changed=self._is_changed(), checksum=checksum)
+        states, world = self.states, self.states.mesh.world
+        rows = self._exchange(failed=False, is_changed=self._is_changed())
         if rows[:, 0].any():
-            why = f"rank {ranks[int(rows[:, 0].argmax())]} raised inside it"
+            why = f"rank {world.ranks[int(rows[:, 0].argmax())]} raised inside it"
             self._close(why, is_changed=bool(rows[:, 1].any()))
             raise RuntimeError(f"engine.surgery(): {why}, so the change was not applied")
         try:
-            if len(set(zip(stages, rows[:, 2].tolist(), strict=True))) > len(set(stages)):
-                raise ValueError(_difference(ranks, stages, gather_objects(lines, states.mesh.world)))
-            whys, tied = zip(*gather_objects((self._refusal(), _tied(states.model)), states.mesh.world), strict=True)
-            if why := next(filter(None, (*whys, _difference_of_tied(ranks, tied))), ""):
+            if world.size > 1 and (why := difference(self._facts(), world.group, states.mesh.places[states.mesh.rank].pp)):
+                raise ValueError(f"engine.surgery(): ranks changed the model differently: {why}. Make the same change on all ranks")
+            whys, tied = zip(*gather_objects((self._refusal(), _tied(states.model)), world), strict=True)
+            if why := next(filter(None, whys), ""):
                 raise ValueError(why)
+            if found := conflict(world.ranks, tied):
+                name, first, usual, rank, fact = found
+                raise ValueError(
+                    f"engine.surgery(): {name!r} is tied over pipeline stages, and is {usual} on rank {first} and {fact} on rank "
+                    f"{rank}: make the same change on the stages that have it"
+                )
             touched = self._touched()
             for unit in states.units:  # over shared memory one rank may have read alone; all ranks need the copy from here on
                 if unit.placement.weights and (unit, 0) in touched:
@@ -157,21 +160,22 @@ class Surgery:
         written = any(unit.shown.is_written(i) for unit in replicated for i in range(len(unit.params)))
         return written or _outline(self.states.model) != self.before
 
-    def _exchange(self, *, failed: bool, is_changed: bool, checksum: int = 0) -> Tensor:
-        return self.states.world.exchange(torch.tensor([failed, is_changed, checksum], dtype=torch.float64))
+    def _exchange(self, *, failed: bool, is_changed: bool) -> Tensor:
+        return self.states.world.exchange(torch.tensor([failed, is_changed], dtype=torch.float64))
 
-    def _fingerprint(self) -> list[str]:
+    def _facts(self) -> Facts:
+        """What the ranks of a stage have alike after the same changes."""
         states = self.states
         groups = states.steps.inner.param_groups
         held = {id(param): i for i, group in enumerate(groups) for param in group["params"]}
         places = {id(param): f"{unit.index}.{i}" for unit in states.units for i, param in enumerate(unit.params)}
-        lines = [
-            f"parameter {name!r} {whole_shape(param)} {param.dtype}{' on meta' * param.is_meta}"
+        facts = {
+            f"parameter {name!r}": f"{whole_shape(param)} {param.dtype}{' on meta' * param.is_meta}"
             f"{'' if param.requires_grad else ' frozen'} from {places.get(id(param), 'outside')} in group {held.get(id(param))}"
             for name, param in states.model.named_parameters(remove_duplicate=False)
-        ]
-        lines += [f"buffer {name!r} {tuple(buffer.shape)}" for name, buffer in states.model.named_buffers()]
-        return lines + [f"parameter group {i} of {options(group)}" for i, group in enumerate(groups) if i >= self.num_groups]
+        }
+        facts |= {f"buffer {name!r}": str(tuple(buffer.shape)) for name, buffer in states.model.named_buffers()}
+        return facts | {f"parameter group {i}": str(options(group)) for i, group in enumerate(groups) if i >= self.num_groups}
 
     def _refusal(self) -> str:
         """Why ranks that hold parts, or the optimizer, cannot have the changed model, or routers that are new its settings; "" if
@@ -235,20 +239,6 @@ def _tied(model: nn.Module) -> dict[str, str]:
     return {name: f"{tuple(param.shape)}{'' if param.requires_grad else ' frozen'}" for name, param in shared.items()}
 
 
-def _difference_of_tied(ranks: Sequence[int], tied: Sequence[Mapping[str, str]]) -> str:
-    """The error text for a tied parameter that stages changed differently; "" if they agree."""
-    firsts: dict[str, tuple[int, str]] = {}
-    for rank, facts in zip(ranks, tied, strict=True):
-        for name, fact in facts.items():
-            first, usual = firsts.setdefault(name, (rank, fact))
-            if fact != usual:
-                return (
-                    f"engine.surgery(): {name!r} is tied over pipeline stages, and is {usual} on rank {first} and {fact} on rank "
-                    f"{rank}: make the same change on the stages that have it"
-                )
-    return ""
-
-
 def _lost_parts(states: States) -> str:
     """Why a parameter that ranks share is not continued as it is; "" if all are."""
     params = dict(states.model.named_parameters())
@@ -274,19 +264,6 @@ def _lost_parts(states: States) -> str:
         "split it like another one, or add it before initialize()"
         if strange
         else ""
-    )
-
-
-def _difference(ranks: Sequence[int], stages: Sequence[int], lines: Sequence[Sequence[str]]) -> str:
-    """The error text: the first line that one rank has and another of its stage lacks, for both."""
-    pairs = ((stages.index(stage), i) for i, stage in enumerate(stages))
-    one, other = next((one, i) for one, i in pairs if lines[i] != lines[one])
-    known = set(lines[one]), set(lines[other])
-    first = next((line for line in lines[one] if line not in known[1]), "nothing else")
-    second = next((line for line in lines[other] if line not in known[0]), "nothing else")
-    return (
-        f"engine.surgery(): ranks changed the model differently. Rank {ranks[one]} has {first}; rank {ranks[other]} has {second}. "
-        f"Make the same change on all ranks"
     )
 
 
@@ -405,20 +382,18 @@ class Change:
             joins = self._find_groups(group, held)
         except Exception as caught:
             error = caught
-        mesh = self.states.mesh
-        results = gather_objects((f"{type(error).__name__}: {error}" if error else "", joins), mesh.world)
+        world = self.states.mesh.world
+        whys, chosen = zip(*gather_objects((f"{type(error).__name__}: {error}" if error else "", joins), world), strict=True)
         if error is not None:
             raise error
-        firsts: dict[str, tuple[int, int]] = {}  # the first rank's choice, by name; a stage has other names
-        for rank, (why, chosen) in zip(mesh.world.ranks, results, strict=True):
+        for rank, why in zip(world.ranks, whys, strict=True):
             if why:
                 raise ValueError(f"engine.surgery(group=...): rank {rank} gives {why}, this rank {joins}")
-            for name, which in chosen.items():
-                first, usual = firsts.setdefault(name, (rank, which))
-                if which != usual:
-                    raise ValueError(
-                        f"engine.surgery(group=...): rank {rank} gives {{{name!r}: {which}}}, rank {first} {{{name!r}: {usual}}}"
-                    )
+        if found := conflict(world.ranks, chosen):  # a stage has other names
+            name, first, usual, rank, which = found
+            raise ValueError(
+                f"engine.surgery(group=...): rank {rank} gives {{{name!r}: {which}}}, rank {first} {{{name!r}: {usual}}}"
+            )
         return held, joins
 
     def _find_groups(self, group: GroupOf, held: Mapping[int, int]) -> dict[str, int]:
