@@ -63,7 +63,7 @@ def page() -> str:
 
 def config_page() -> str:
     """The page of all keys: DeepSpeed's and those of `slipstream {...}`."""
-    honored, idle, refused = keys.counts()
+    honored, idle, refused = (len(keys.of_fate(fate)) for fate in keys.Fate)
     parts = [
         "# Keys of a config",
         "Written by `python docs/reference.py` from the schema; edit that.",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import DataWorld, ModelFacts, describe, resolve, schema
-from slipstream.config.keys import Counts, Fate, Key, counts, of_fate, say_idle, table
+from slipstream.config.keys import Fate, Key, of_fate, say_idle, table
 from slipstream.config.values import Block
 from tests.unit.test_config_schema import nest
 
@@ -153,14 +153,6 @@ def test_a_feature_has_a_switch() -> None:
 
 def test_the_defaults_ask_for_nothing() -> None:
     assert resolved({}).notes == ()
-
-
-def test_counts_add_up() -> None:
-    total = counts()
-    assert isinstance(total, Counts)
-    assert sum(total) == len(table())
-    assert total.honored == len(HONORED)
-    assert total.no_effect == len(NO_EFFECT)
 
 
 def test_every_fate_says_why() -> None:

@@ -136,6 +136,9 @@ def test_a_config_is_laid_over_another() -> None:
         MICRO: 2,
         "optimizer": {"params": {"lr": 0.1}},
     }
+    assert laid_over({"zero_optimization": True}, nested({f"{STAGE[:-5]}offload_optimizer.device": "cpu"})) == {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    }, "true is stage 1, which the run keeps"
 
 
 def test_the_scripts_options_follow_the_config() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config.plan import sentences, summary
 from slipstream.config.text import shown
@@ -54,12 +54,6 @@ class Key:
     default: Any = None
 
 
-class Counts(NamedTuple):
-    honored: int
-    no_effect: int
-    refused: int
-
-
 @cache
 def table() -> Mapping[str, Key]:
     """Return every key of the schema by name."""
@@ -70,10 +64,6 @@ def table() -> Mapping[str, Key]:
 
 def of_fate(fate: Fate) -> dict[str, Key]:
     return {name: key for name, key in table().items() if key.fate is fate}
-
-
-def counts() -> Counts:
-    return Counts(*(len(of_fate(fate)) for fate in Fate))
 
 
 def refuse(leaves: Iterable[KeyValue]) -> None:

@@ -50,6 +50,7 @@ from slipstream.config.plan import (
     json_keys,
 )
 from slipstream.config.refusals import NO_EFFECT, REFUSALS, Case, matching, mesh_sizes
+from slipstream.config.trial import laid_over, nested
 from slipstream.world.mesh import nearest_sizes
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
     """
     from slipstream.config.parse import parse  # pydantic is slow to import
 
-    parsed = parse(_overridden(raw, overrides or {}))
+    parsed = parse(laid_over(raw, nested(overrides or {})))
     keys.refuse(parsed.leaves.values())
     case = case_of(Values(parsed, facts, frozenset(overrides or ())), world)
     for text in matching(REFUSALS, case):
@@ -294,21 +295,6 @@ def _experts(values: Values) -> ExpertPlan:
         return ExpertPlan(**off | {"rest_unused": values["slipstream.rest_unused_experts"]})
     scale, model_scale = values["expert_parallel.route_scale"], values["expert_parallel.routed_scaling_factor"]
     return values.section(ExpertPlan, route_scale=(None if scale == 1 else scale) if model_scale == "auto" else model_scale)
-
-
-def _overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(raw)
-    for path, value in overrides.items():
-        *parents, name = path.split(".")
-        block = result
-        for depth, parent in enumerate(parents):
-            below = block.get(parent)
-            if isinstance(below, bool) and parents[: depth + 1] == ["zero_optimization"]:
-                below = {"stage": int(below)}
-            block[parent] = dict(below) if isinstance(below, Mapping) else {}
-            block = block[parent]
-        block[name] = value
-    return result
 
 
 def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:

@@ -43,8 +43,11 @@ def laid_over(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
     """`base` with the values of `config`, block by block. "auto" leaves what the base has."""
     result = dict(base)
     for key, value in config.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
-            result[key] = laid_over(base[key], value)
+        below = base.get(key)
+        if key == "zero_optimization" and isinstance(below, bool):
+            below = {"stage": int(below)}  # as parse.py reads it
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            result[key] = laid_over(below, value)
         elif value != "auto" or key not in base:
             result[key] = value
     return result
