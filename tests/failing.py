@@ -308,7 +308,7 @@ def pipeline(transport: str, bad: int, how: str, pause_s: float = 0.0) -> None:
     slipstream.init_distributed()
     engine = pipes.make(pipes.module(num_stages=2), 1, transport)
     calls = 0
-    send = engine.pipe.mail.send
+    send = engine.mail.send
 
     def sending(*args: Any) -> None:
         nonlocal calls
@@ -317,14 +317,14 @@ def pipeline(transport: str, bad: int, how: str, pause_s: float = 0.0) -> None:
             act(how)
         send(*args)
 
-    receive = engine.pipe.mail.receive
+    receive = engine.mail.receive
 
     def receiving(*args: Any) -> Any:
         if _rank != bad:
             time.sleep(pause_s)
         return receive(*args)
 
-    engine.pipe.mail.send, engine.pipe.mail.receive = sending, receiving
+    engine.mail.send, engine.mail.receive = sending, receiving
     with noting_errors():
         for step in range(50):
             engine.train_batch(iter(pipes.batches(0, step)))

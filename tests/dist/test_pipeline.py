@@ -809,7 +809,7 @@ def test_chunks_of_a_decoder(stage: int) -> None:
     orders = []
     for own in ({}, {"chunks": 2}, {"schedule": "zero_bubble", "chunks": 2}, {"schedule": "v"}):
         engine = make(decoder(tie_word_embeddings=True), stage, "auto", pipeline={"stages": 2}, slipstream={"pipeline": own})
-        orders.append((str(engine.schedule.style), engine.pipe.module.stages))
+        orders.append((str(engine.schedule.style), engine.module.stages))
         embed: Any = decoder(tie_word_embeddings=True).get_input_embeddings()  # type: ignore[operator]
         embedded = [{"inputs_embeds": embed(each["input_ids"]), "labels": each["labels"]} for each in token_samples(0, 9)]
         assert float(engine.eval_batch(iter(embedded))) == float(engine.eval_batch(token_samples(0, 9)))
@@ -844,7 +844,7 @@ def test_the_partition_of_the_config() -> None:
 
     def parts(method: str, model: Any = None, **blocks: Any) -> list[int]:
         engine = make(model or decoder(**sizes), 1, "auto", pipeline={"stages": 2, "partition": method}, **blocks)
-        found: list[int] = engine.pipe.module.parts
+        found: list[int] = engine.module.parts
         engine.destroy()
         return found
 

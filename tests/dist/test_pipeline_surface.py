@@ -218,7 +218,7 @@ def between_slices(zeros: bool = False, **kwargs: Any) -> PipelineModule:
 
 def counted(engine: Any) -> dict[str, int]:
     """The bytes of tensors that this rank will send, by kind of message."""
-    mail = getattr(engine.pipe.mail, "inner", engine.pipe.mail)
+    mail = getattr(engine.mail, "inner", engine.mail)
     nbytes, send = {"F": 0, "B": 0}, mail._send_tensor
 
     def sending(key: Any, to: int, i: int, flat: Tensor) -> None:

@@ -57,27 +57,54 @@ class ActionRun(NamedTuple):
     outputs: Any
 
 
+Kept = dict[StageMessage, Any]  # what one stage of a rank has for another one of it
+
+
 class PipelineEngine(Engine):
     """An engine whose model is a `PipelineModule` or a decoder cut into stages.
 
     micro_batches      micro-batches of each rank in a step: gradient_accumulation_steps
     num_stages         ranks along the pipeline
     stage_id           this rank's place on it
+    schedule           of this engine's steps, simulated with equal costs
     grid               the topology's groups, as an mpu
     agg_train_loss     the loss that `train_batch` returned last
     total_loss         on ranks with the last stage, the sum of the losses of the last batch's micro-batches; else None
     """
 
+    module: Any
+    schedule: Schedule
+
     def __init__(self, states: States, precision: Precision, mail: Mail) -> None:
         super().__init__(states, precision)
-        self.pipe = Pipe(self, mail)
-        states.after_step.append(self.pipe.end_step)  # before monitors, which get the loss
+        self.mail = mail
+        self.agg_train_loss: Tensor | None = None
+        self.total_loss: Tensor | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self._losses: list[Tensor] = []  # of the last batch's micro-batches, where the last stage is
+        self._additional: dict[str, Tensor] | None = None  # means of losses that are only reported
+        self._reported: list[Mapping[str, Any]] = []  # these losses of each micro-batch, where the last stage is
+        self._is_last_backward = False
+        self._began = 0.0  # the action that runs; one that waits for mail: when that has come
+        self._spans: list[tuple[Action, float, float]] = []  # of the last step: when this rank computed what
+        self._plan_schedule()
+        # weight gradients that wait
+        self._deferred = Deferred(self.module) if self.schedule.style in (Style.ZERO_BUBBLE, Style.V) else None
+        if self._deferred is not None:
+            states.resources["weight gradients"] = self._deferred
+        self._places = {id(param): (unit, i) for unit in self.units for i, param in enumerate(unit.params)}
+        states.after_step.append(self._end_step)  # before monitors, which get the loss
         self.set_boundary(True)
 
     def wire(self) -> None:
-        module: Any = self.module
-        module.refresh()
+        self.module.refresh()
         super().wire()
+
+    def _plan_schedule(self) -> None:
+        """Make the schedule, again for another number of micro-batches."""
+        style = _style_of(self.module, self.plan.pipeline)
+        self.schedule = simulate(self.mesh.pp.size, self.plan.batch.accumulation, style, len(self.module.stages))
 
     # -- training --
 
@@ -94,8 +121,24 @@ class PipelineEngine(Engine):
         self.gate.check("step")
         self.module.train()
         if data_iter is not None:
-            self.pipe.iterator = data_iter
-        return self.pipe.train()
+            self._iterator = data_iter
+        batches = self._read(self.micro_batches)
+        self.window.divide(True)
+        try:
+            with nullcontext() if self._deferred is None else self._deferred.collecting():
+                self._losses = self._run(batches)
+        finally:
+            self._is_last_backward = False
+        self.states.hooks.backwards = self.micro_batches  # of the model, however many stages of it are here
+        self.micro_steps += self.micro_batches - 1
+        Engine.step(self)
+        assert self.agg_train_loss is not None, "each batch ends with a step"
+        return self.agg_train_loss
+
+    def _end_step(self, _: bool) -> None:
+        """Take the loss of the batch that the step ends. Collective."""
+        self.agg_train_loss = self._mean(self._losses, self.micro_batches, self.precision.weight)
+        self.progress.saw(self.agg_train_loss, 1)
 
     def eval_batch(
         self,
@@ -120,31 +163,39 @@ class PipelineEngine(Engine):
         if count < 1:
             raise ValueError(f"eval_batch(num_micro_batches={count}) needs at least one")
         self.gate.check("forward")
-        was_training, iterator = self.module.training, self.pipe.iterator
+        was_training, iterator = self.module.training, self._iterator
         self.module.eval()
-        self.pipe.iterator = data_iter
+        self._iterator = data_iter
         try:
             with torch.no_grad():
-                return self.pipe.evaluate(count, return_logits, compute_loss, reduce_output, bcast_loss)
+                losses, outputs = self._evaluate(count, compute_loss)
         finally:
-            self.pipe.iterator = iterator
+            self._iterator = iterator
             self.module.train(was_training)
+        values = losses if compute_loss else outputs
+        result: Any = values or None
+        if reduce_output is not None and compute_loss:
+            mean = self._mean(losses, count)
+            result = mean if bcast_loss or losses else None
+        elif reduce_output is not None and values:
+            result = torch.stack(values).mean(0)
+        return (result, outputs[-1] if outputs else None) if return_logits else result
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Set what `train_batch` reads without an argument."""
-        self.pipe.iterator = iterator
+        self._iterator = iterator
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Set what `train_batch` reads without an argument, again and again from the start."""
-        self.training_dataloader, self.pipe.iterator = loader, RepeatingLoader(loader)
+        self.training_dataloader, self._iterator = loader, RepeatingLoader(loader)
 
     def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
         """Apply a function to every item that is read from an iterator."""
-        self.pipe.batch_fn = function
+        self._batch_fn = function
 
     def set_batch(self, batch: BatchPlan) -> None:
         super().set_batch(batch)
-        self.pipe.plan()
+        self._plan_schedule()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PipelineError(_ONLY)
@@ -163,7 +214,7 @@ class PipelineEngine(Engine):
         if form not in ("text", "svg"):
             raise ValueError(f"draw(form={form!r}): use 'text' or 'svg'")
         with self.together("draw"):
-            rows = gather_objects(self.pipe.spans, self.mesh.world)
+            rows = gather_objects(self._spans, self.mesh.world)
         here = {rank: place for place, rank in enumerate(self.mesh.pp.ranks)}
         spans = [
             Span(here[rank], action, start, stop)
@@ -194,14 +245,14 @@ class PipelineEngine(Engine):
         return self.mesh.pp.index
 
     def is_first_stage(self) -> bool:
-        return 0 in self.pipe.module.stages
+        return 0 in self.module.stages
 
     def is_last_stage(self) -> bool:
-        return self.pipe.module.num_stages - 1 in self.pipe.module.stages
+        return self.module.num_stages - 1 in self.module.stages
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the backward that runs now is the step's last on this rank."""
-        return self.pipe.is_last_backward
+        return self._is_last_backward
 
     def get_pipeline_parallel_rank(self) -> int:
         return self.mesh.pp.index
@@ -229,63 +280,12 @@ class PipelineEngine(Engine):
 
     def get_additional_losses(self) -> dict[str, Tensor] | None:
         """The means over the last batch of what the module's `get_additional_losses` returned, the same on all ranks."""
-        return self.pipe.additional
-
-    @property
-    def total_loss(self) -> Tensor | None:
-        return self.pipe.total
+        return self._additional
 
     @cached_property
     def grid(self) -> PipelineParallelGrid:
         """The groups of the topology, as an mpu. Collective at the first call."""
-        return self.pipe.module.mpu() if isinstance(self.module, PipelineModule) else PipelineParallelGrid(mesh=self.mesh)
-
-    @property
-    def agg_train_loss(self) -> Tensor | None:
-        return self.pipe.loss
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of this engine's steps, simulated with equal costs."""
-        return self.pipe.schedule
-
-
-Kept = dict[StageMessage, Any]  # what one stage of a rank has for another one of it
-
-
-class Pipe:
-    """Runs one rank's actions."""
-
-    def __init__(self, engine: PipelineEngine, mail: Mail) -> None:
-        self.engine, self.mail = engine, mail
-        self.module: Any = engine.module
-        self.index = engine.mesh.pp.index
-        self.iterator: Iterator[Any] | None = None
-        self.batch_fn: Callable[[Any], Any] | None = None
-        self.losses: list[Tensor] = []  # of the last batch's micro-batches, where the last stage is
-        self.loss: Tensor | None = None
-        self.total: Tensor | None = None
-        self.additional: dict[str, Tensor] | None = None  # means of losses that are only reported
-        self.reported: list[Mapping[str, Any]] = []  # these losses of each micro-batch, where the last stage is
-        self.is_last_backward = False
-        self.spans: list[tuple[Action, float, float]] = []  # of the last step: when this rank computed what
-        self.plan()
-        self.deferred = Deferred(self.module) if self.defers else None
-        if self.deferred is not None:
-            engine.states.resources["weight gradients"] = self.deferred
-        self.params = {id(param): (unit, i) for unit in engine.units for i, param in enumerate(unit.params)}
-
-    def plan(self) -> None:
-        """Make the schedule again, for another number of micro-batches."""
-        plan = self.engine.plan
-        self.schedule = simulate(
-            self.engine.mesh.pp.size, plan.batch.accumulation, _style_of(self.module, plan.pipeline), len(self.module.stages)
-        )
-
-    @property
-    def defers(self) -> bool:
-        """Whether weight gradients wait."""
-        return self.schedule.style in (Style.ZERO_BUBBLE, Style.V)
+        return self.module.mpu() if isinstance(self.module, PipelineModule) else PipelineParallelGrid(mesh=self.mesh)
 
     # -- data --
 
@@ -298,11 +298,11 @@ class Pipe:
         """
         items, error = [None] * count, None
         try:
-            if self.module.reads_everywhere or self.engine.is_first_stage() or self.engine.is_last_stage():
+            if self.module.reads_everywhere or self.is_first_stage() or self.is_last_stage():
                 items = self._own_items(count)
         except Exception as failure:
             error = failure
-        replica = self.engine.states.replica
+        replica = self.states.replica
         rows = replica.exchange(torch.tensor([-1.0 if error is not None else len(items)], dtype=torch.float64))
         if error is not None:
             raise error
@@ -315,80 +315,59 @@ class Pipe:
         return items
 
     def _own_items(self, count: int) -> list[Any]:
-        if self.iterator is None:
-            loader = self.engine.training_dataloader
+        if self._iterator is None:
+            loader = self.training_dataloader
             if loader is None:
                 raise ValueError("train_batch() has no data: pass data_iter, or training_data to initialize()")
-            self.iterator = RepeatingLoader(loader)
-        items = list(itertools.islice(self.iterator, count))
-        if self.batch_fn is not None:
-            items = [self.batch_fn(item) for item in items]
-        return [map_tensors(item, lambda tensor: tensor.to(self.engine.device)) for item in items]
+            self._iterator = RepeatingLoader(loader)
+        items = list(itertools.islice(self._iterator, count))
+        if self._batch_fn is not None:
+            items = [self._batch_fn(item) for item in items]
+        return [map_tensors(item, lambda tensor: tensor.to(self.device)) for item in items]
 
     # -- a training step --
 
-    def train(self) -> Tensor:
-        engine, micro_batches = self.engine, self.engine.micro_batches
-        batches = self._read(micro_batches)
-        engine.window.divide(True)
-        try:
-            with nullcontext() if self.deferred is None else self.deferred.collecting():
-                self.losses = self._run(batches)
-        finally:
-            self.is_last_backward = False
-        engine.states.hooks.backwards = micro_batches  # of the model, however many stages of it are here
-        engine.micro_steps += micro_batches - 1
-        Engine.step(engine)
-        assert self.loss is not None, "each batch ends with a step"
-        return self.loss
-
-    def end_step(self, _: bool) -> None:
-        """Take the loss of the batch that the step ends. Collective."""
-        self.loss = self._mean(self.losses, self.engine.micro_batches, self.engine.precision.weight)
-        self.engine.progress.saw(self.loss, 1)
-
     def _run(self, batches: list[Any]) -> list[Tensor]:
         """All actions of a step; returns the losses of the micro-batches, where the last stage is."""
-        actions = self.schedule.actions[self.index]
+        actions = self.schedule.actions[self.stage_id]
         runs: dict[tuple[int, int], ActionRun] = {}
         kept: Kept = {}
         losses: list[Tensor] = []
         weights: dict[tuple[int, int], Any] = {}  # that wait
         last = max(i for i, action in enumerate(actions) if action.kind in (Kind.BACKWARD, Kind.INPUT))
-        self.spans = []
+        self._spans = []
         for i, action in enumerate(actions):
             place = action.chunk, action.micro
-            self.engine.states.hooks.at_micro_batch(action.micro)
-            self.began = time.time()  # of an action that waits for mail: when that has come
+            self.states.hooks.at_micro_batch(action.micro)
+            self._began = time.time()
             if action.kind is Kind.FORWARD:
-                runs[place] = self._forward(action, batches[action.micro], kept, losses)
+                runs[place] = self._run_forward(action, batches[action.micro], kept, losses)
             elif action.kind is Kind.WEIGHT:
                 Deferred.run(weights.pop(place), self._take)
             else:
-                self.is_last_backward = i == last
+                self._is_last_backward = i == last
                 self.module.recall(batches[action.micro])
-                self._backward(action, runs.pop(place), kept)
-                if self.deferred is not None:
-                    weights[place] = self.deferred.pop()
-            self.spans.append((action, self.began, time.time()))
+                self._run_backward(action, runs.pop(place), kept)
+                if self._deferred is not None:
+                    weights[place] = self._deferred.pop()
+            self._spans.append((action, self._began, time.time()))
         self.mail.flush()
         return losses
 
     def _take(self, param: nn.Parameter, grad: Tensor) -> None:
-        unit, i = self.params[id(param)]
-        self.engine.states.hooks.add(unit, i, grad)
+        unit, i = self._places[id(param)]
+        self.states.hooks.add(unit, i, grad)
 
     def _first_inputs(self, batch: Any) -> Any:
-        return self.engine.precision.enter(self.module.inputs(batch))
+        return self.precision.enter(self.module.inputs(batch))
 
-    def _forward(self, action: Action, batch: Any, kept: Kept, losses: list[Tensor]) -> ActionRun:
-        engine = self.engine
-        received, sent = self.schedule.receives(self.index, action), self.schedule.sends(self.index, action)
+    def _run_forward(self, action: Action, batch: Any, kept: Kept, losses: list[Tensor]) -> ActionRun:
+        received, sent = self.schedule.receives(self.stage_id, action), self.schedule.sends(self.stage_id, action)
         inputs = self._first_inputs(batch) if received is None else self._receive(received, kept)
         self._announce(action)
-        outputs = Engine.forward(engine, inputs, batch, chunk=action.chunk)
+        outputs = Engine.forward(self, inputs, batch, chunk=action.chunk)
         if sent is None:
-            outputs = self.module.loss(engine.precision.leave(outputs), engine.precision.widen(batch))
+            outputs = self.module.loss(self.precision.leave(outputs), self.precision.widen(batch))
             if not isinstance(outputs, Tensor) or outputs.numel() != 1:
                 raise ValueError(f"the last stage's loss must be a scalar tensor, not {_describe(outputs)}: pass loss_fn=")
             losses.append(outputs.detach())
@@ -397,9 +376,8 @@ class Pipe:
             self._send(sent, outputs, kept)
         return ActionRun(inputs, outputs)
 
-    def _backward(self, action: Action, run: ActionRun, kept: Kept) -> None:
-        engine = self.engine
-        received, sent = self.schedule.receives(self.index, action), self.schedule.sends(self.index, action)
+    def _run_backward(self, action: Action, run: ActionRun, kept: Kept) -> None:
+        received, sent = self.schedule.receives(self.stage_id, action), self.schedule.sends(self.stage_id, action)
         roots = [tensor for tensor in tensors_in(run.outputs) if tensor.requires_grad]
         grads: Sequence[Tensor | None] = [None] * len(roots)
         if received is not None:
@@ -407,9 +385,10 @@ class Pipe:
             pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
             roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
         self._announce(action)
-        each = engine.plan.pipeline.reduce == "micro_batch"
-        reduces = (self.is_last_backward or each) and not self.defers  # weight gradients that wait are leftovers of the step
-        with engine.progress.timing("backward"), nullcontext() if reduces else engine.no_sync():
+        each = self.plan.pipeline.reduce == "micro_batch"
+        # weight gradients that wait are leftovers of the step
+        reduces = (self._is_last_backward or each) and self._deferred is None
+        with self.progress.timing("backward"), nullcontext() if reduces else self.no_sync():
             torch.autograd.backward(roots, grads)
         if sent is not None:
             asked = [tensor for tensor in tensors_in(run.inputs) if tensor.requires_grad]
@@ -417,88 +396,75 @@ class Pipe:
 
     def _report(self) -> None:
         """Keep the module's additional losses of a micro-batch."""
-        if self.has_reports:
-            self.reported.append(self.module.get_additional_losses() or {})
+        if self._has_reports:
+            self._reported.append(self.module.get_additional_losses() or {})
 
     @property
-    def has_reports(self) -> bool:
+    def _has_reports(self) -> bool:
         """Whether the user's class reports losses of its own: the same on all ranks."""
         own = getattr(type(self.module), "get_additional_losses", None)
         return own is not None and own is not PipelineModule.get_additional_losses
 
     def _announce(self, action: Action) -> None:
-        self.began = time.time()
-        self.engine.watch.unit = f"{action.kind} of stage {self.module.stages[action.chunk]}, micro-batch {action.micro}"
+        self._began = time.time()
+        self.watch.unit = f"{action.kind} of stage {self.module.stages[action.chunk]}, micro-batch {action.micro}"
 
     def _send(self, message: StageMessage, tree: Any, kept: Kept) -> None:
-        if message.target == self.index:
+        if message.target == self.stage_id:
             kept[message] = tree
         else:
             self.mail.send(message[:2], message.target, tree)
 
     def _receive(self, message: StageMessage, kept: Kept) -> Any:
-        if message.source != self.index:
+        if message.source != self.stage_id:
             return self.mail.receive(message[:2], message.source)
         tree = kept.pop(message)
-        return (
-            tree
-            if message.kind is Kind.BACKWARD
-            else map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
-        )
+        if message.kind is Kind.BACKWARD:
+            return tree
+        return map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
 
     def _mean(self, losses: Sequence[Tensor], count: int, weight: float = 1.0) -> Tensor:
         """The mean over micro-batches and the ranks that step together, in fp32; also of the additional losses. Collective.
 
         weight: what this rank's count.
         """
-        replica, mesh = self.engine.states.replica, self.engine.mesh
-        self.total = torch.stack(list(losses)).sum() if losses else None
-        if self.has_reports:
-            reported, self.reported = self.reported, []
+        replica, mesh = self.states.replica, self.mesh
+        self.total_loss = torch.stack(list(losses)).sum() if losses else None
+        if self._has_reports:
+            reported, self._reported = self._reported, []
             every = gather_objects([{name: weight * float(loss) for name, loss in each.items()} for each in reported], replica.axis)
             sums: dict[str, float] = {}
             for name, value in (item for of_rank in every for each in of_rank for item in each.items()):
                 sums[name] = sums.get(name, 0.0) + value
             over = count * mesh.num_means * mesh.tp.size
-            self.additional = {name: torch.tensor(value / over, device=self.engine.device) for name, value in sums.items()} or None
+            self._additional = {name: torch.tensor(value / over, device=self.device) for name, value in sums.items()} or None
         total = weight * float(torch.stack([loss.double() for loss in losses]).sum()) if losses else 0.0
         rows = replica.exchange(torch.tensor([total], dtype=torch.float64))
-        return torch.tensor(float(rows.sum()) / (count * mesh.num_means * mesh.tp.size), device=self.engine.device)
+        return torch.tensor(float(rows.sum()) / (count * mesh.num_means * mesh.tp.size), device=self.device)
 
     # -- evaluation --
 
-    def evaluate(self, count: int, return_logits: bool, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
+    def _evaluate(self, count: int, compute_loss: bool) -> tuple[list[Tensor], list[Any]]:
+        """The losses of the micro-batches, and the last stage's outputs: with losses, of the last micro-batch only."""
         batches, kept = self._read(count), dict[StageMessage, Any]()
         schedule = simulate(self.schedule.num_ranks, count, self.schedule.style, len(self.module.stages), forward_only=True)
         outputs: list[Any] = []
         losses: list[Tensor] = []
-        for action in schedule.actions[self.index]:
-            received, sent = schedule.receives(self.index, action), schedule.sends(self.index, action)
+        for action in schedule.actions[self.stage_id]:
+            received, sent = schedule.receives(self.stage_id, action), schedule.sends(self.stage_id, action)
             batch = batches[action.micro]
             x = self._first_inputs(batch) if received is None else self._receive(received, kept)
             self._announce(action)
-            out = Engine.forward(self.engine, x, batch, chunk=action.chunk)
+            out = Engine.forward(self, x, batch, chunk=action.chunk)
             if sent is not None:
                 self._send(sent, out, kept)
                 continue
-            outputs = [out] if compute_loss else [*outputs, out]  # one micro-batch's logits are enough with a loss
+            outputs = [out] if compute_loss else [*outputs, out]
             if compute_loss:
-                losses.append(self.module.loss(self.engine.precision.leave(out), batch).detach())
+                losses.append(self.module.loss(self.precision.leave(out), batch).detach())
                 self._report()
         self.mail.flush()
-        result = self._evaluated(losses, outputs, count, compute_loss, reduce_output, bcast_loss)
-        return (result, outputs[-1] if outputs else None) if return_logits else result
-
-    def _evaluated(
-        self, losses: list[Tensor], outputs: list[Any], count: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
-    ) -> Any:
-        values = losses if compute_loss else outputs
-        if reduce_output is None:
-            return values or None
-        if compute_loss:
-            mean = self._mean(losses, count)
-            return mean if bcast_loss or losses else None
-        return torch.stack(values).mean(0) if values else None
+        return losses, outputs
 
 
 def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
