@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import DataWorld, ModelFacts, Plan, describe, resolve
+from slipstream.config import DataWorld, ModelFacts, Plan, describe, for_inference, resolve
 from slipstream.config import plan as plans
 from slipstream.config.keys import Fate, of_fate
 from slipstream.config.plan import json_keys, plan_values, sentences
@@ -403,6 +403,13 @@ def test_small_values_reach_the_plan() -> None:
     assert plan.gradient_clipping == 0.0 and plan.checkpoint.tag_validation == "fail"
     assert plan.zero.transport == "gloo" and plan.debug.timeout_s == 60.0 and plan.debug.poison_released
     assert plan.seed == 7
+
+
+def test_an_engine_without_an_optimizer_offloads_at_every_stage() -> None:
+    raw = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+    for none in ({}, {"optimizer": None}, {"optimizer": {"type": None}}):
+        assert for_inference(raw | none)["zero_optimization.stage"] == 3
+    assert for_inference(raw | {"optimizer": {"type": "Adam"}}) == for_inference({}) == {}
 
 
 def test_overrides_win_and_say_so() -> None:

@@ -309,6 +309,15 @@ def test_inputs_of_another_dtype_get_a_hint(dtype: str, block: dict[str, Any]) -
     assert not hasattr(raised.value, "__notes__")
 
 
+def test_parameters_of_an_iterator_that_was_read_are_missed() -> None:
+    model = nn.Linear(2, 2)
+    trained = filter(lambda param: param.requires_grad, model.parameters())
+    assert sum(param.numel() for param in trained) == 6
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}}
+    with pytest.raises(ValueError, match=r"model_parameters=\) is empty, and the config has an optimizer \(SGD\)"):
+        slipstream.initialize(model=model, model_parameters=trained, config=config)
+
+
 def test_an_optimizer_of_frozen_parameters_is_told(caplog: pytest.LogCaptureFixture) -> None:
     for trainable, num_warnings in (((True, True), 0), ((False, True), 0), ((False, False), 1)):
         caplog.clear()

@@ -133,6 +133,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
     """Compute the plan, also of a config that a row of refusals.py refuses."""
     mesh = MeshPlan(**{axis: max((size for _, size in stated), default=1) for axis, stated in mesh_sizes(values).items()})
     batch, offload = _batch(values, world, mesh), _offload(values)
+    loco = values.parsed.config.zero_optimization.zeropp_loco_param
     optimizer, clipping = _optimizer(values)
     plan = values.section(
         Plan,
@@ -141,7 +142,8 @@ def case_of(values: Values, world: DataWorld) -> Case:
         tensor=values.section(TensorPlan),
         experts=_experts(values),
         batch=batch,
-        zero=values.section(ZeroPlan, error_beta=_error_beta(values)),
+        # DeepSpeed enables error feedback by the presence of the block
+        zero=values.section(ZeroPlan, error_beta=None if loco is None else loco.err_beta),
         local_steps=values.section(LocalStepsPlan),
         offload=offload,
         precision=_precision(values),
@@ -176,16 +178,18 @@ def case_of(values: Values, world: DataWorld) -> Case:
 
 
 def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides for an engine without an optimizer, which offloads parameters at every stage.
+    """Return the overrides for an engine without an optimizer, if the config has none: it offloads parameters at every stage.
 
     Below stage 3 each rank has all weights, which is stage 3 over groups of one rank: weights are stored as `offload_param` says,
     each block's weights are loaded for its forward, and no rank waits for another.
     """
     from slipstream.config.parse import parse
 
-    zero = parse(raw).config.zero_optimization
+    config = parse(raw).config
+    zero = config.zero_optimization
     offloaded = zero.cpu_offload_param or (zero.offload_param is not None and zero.offload_param.device != "none")
-    return {"zero_optimization.stage": 3, "zero_optimization.mics_shard_size": 1} if offloaded and zero.stage < 3 else {}
+    applies = config.optimizer is None and offloaded and zero.stage < 3
+    return {"zero_optimization.stage": 3, "zero_optimization.mics_shard_size": 1} if applies else {}
 
 
 def _efficiency(values: Values) -> dict[str, Any] | None:
@@ -223,12 +227,6 @@ def _adaptive(values: Values, batch: BatchPlan) -> AdaptivePlan | None:
         if values[path] is None:
             values.sources[path] = f"derived: train_batch_size x {factor}"
     return values.section(AdaptivePlan, **bounds)
-
-
-def _error_beta(values: Values) -> float | None:
-    """The weight of old errors in error feedback, which DeepSpeed enables by the presence of a block."""
-    loco = values.parsed.config.zero_optimization.zeropp_loco_param
-    return None if loco is None else float(loco.err_beta)
 
 
 class Values:

@@ -291,7 +291,7 @@ def _resolve(loaded: LoadedConfig, facts: ModelFacts, group: Any, has_optimizer:
     """The plan, and what an engine for inference overrides. Collective; raises ConfigError on every rank."""
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     try:
-        overrides = {} if has_optimizer or loaded.raw.get("optimizer") else for_inference(loaded.raw)
+        overrides = {} if has_optimizer else for_inference(loaded.raw)
         world = DataWorld(ranks=size, one_host=size <= local_world_size())
         plan = resolve(loaded.raw, world=world, facts=facts, overrides=overrides)
         compiled.check(plan.compile)

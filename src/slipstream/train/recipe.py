@@ -89,8 +89,13 @@ def build_optimizer(
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError(f"the callable optimizer= returned a {type(made).__name__}, not a torch.optim.Optimizer")
         return _checked(made, model, rule_of(made, on_host=on_host))
-    if named is None or not wanted:
+    if named is None or not (wanted or any(True for _ in model.parameters())):
         return None, None
+    if not wanted:
+        raise ValueError(
+            f"initialize(model_parameters=) is empty, and the config has an optimizer ({named.cls.__name__}): an iterator that was "
+            "read before gives nothing; pass a list, or leave it out for all parameters of the model"
+        )
     built = named.build(_in_muon_groups(model, wanted) if named.cls is Muon else wanted)
     return _checked(built, model, rule_of(built, on_host=on_host) if named.native else None)
 
