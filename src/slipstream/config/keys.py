@@ -70,10 +70,10 @@ def refuse(leaves: Iterable[KeyValue]) -> None:
     """Raise one ValueError that names every enabled feature that is not built yet."""
     refusals = []
     for leaf in leaves:
-        feature = _asked(leaf)
-        if feature is not None:
-            asked = f"{leaf.path} = {shown(leaf.value)} asks for {feature.what}"
-            refusals.append(f"{asked}, which is not built yet; {feature.remedy}")
+        key = table()[leaf.key]
+        if key.feature is not None and key.off is not None and leaf.value not in key.off:
+            asked = f"{leaf.path} = {shown(leaf.value)} asks for {key.feature.what}"
+            refusals.append(f"{asked}, which is not built yet; {key.feature.remedy}")
     if refusals:
         head = "" if len(refusals) == 1 else "the config asks for features that are not built yet:\n- "
         raise ValueError(head + "\n- ".join(refusals))
@@ -87,12 +87,6 @@ def without_effect(leaves: Iterable[KeyValue]) -> dict[str, str]:
         if leaf.given and leaf.value != key.default and key.fate is Fate.NO_EFFECT:
             idle[leaf.path] = key.reason
     return idle
-
-
-def _asked(leaf: KeyValue) -> Feature | None:
-    """Return the feature that a value enables, or None."""
-    key = table()[leaf.key]
-    return None if key.off is None or leaf.value in key.off else key.feature
 
 
 def say(notes: Iterable[str]) -> None:

@@ -117,11 +117,6 @@ def of_all_stages(own: dict[str, T], mesh: Mesh) -> dict[str, T]:
     return merged
 
 
-def average_values(states: States) -> dict[str, Any] | None:
-    """The values of the moving averages that are not tensors; None without averages."""
-    return {"num_updates": states.average.num_updates} if states.average is not None else None
-
-
 def outer(states: States) -> dict[str, FlatSlice | Tensor]:
     """The ranges of the outer optimizer's momentum that this rank owns, if there is one."""
     return dict(states.outer.tensors()) if states.outer is not None else {}

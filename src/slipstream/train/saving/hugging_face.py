@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice, pretrained
-from slipstream.checkpoint.flat_slice import Shape
 from slipstream.checkpoint.plan import dtype_of
 from slipstream.quantized import Numbers, head_of, row_forms
 from slipstream.train import handover
@@ -88,14 +87,10 @@ def _own(states: States, dtype: torch.dtype | None, only_trainable: bool) -> dic
 
 def _of_all_stages(tensors: dict[str, pretrained.Out], states: States) -> dict[str, pretrained.Out]:
     """With those of other pipeline stages, of which this rank has nothing, in the order of the stages. Collective."""
-    if states.mesh.pp.size == 1:
-        return tensors
-    facts = {name: (tuple(out.held.shape), out.dtype, dtype_of(out.held)) for name, out in tensors.items()}
-    merged: dict[str, tuple[Shape, torch.dtype, torch.dtype]] = {}
-    for own in gather_objects(facts, states.mesh.world):
-        merged |= {name: fact for name, fact in own.items() if name not in merged}
-    none = {name: FlatSlice(torch.empty(0, dtype=kept), shape, 0) for name, (shape, _, kept) in merged.items()}
-    return {name: tensors.get(name, pretrained.Out(none[name], merged[name][1])) for name in merged}
+    own = {name: (tuple(out.held.shape), out.dtype, dtype_of(out.held)) for name, out in tensors.items()}
+    facts = entries.of_all_stages(own, states.mesh)
+    none = {name: FlatSlice(torch.empty(0, dtype=kept), shape, 0) for name, (shape, _, kept) in facts.items()}
+    return {name: tensors.get(name, pretrained.Out(none[name], facts[name][1])) for name in facts}
 
 
 def _save_adapters(states: States, folder: str, dtype: torch.dtype | None, where: Mapping[str, Any]) -> None:

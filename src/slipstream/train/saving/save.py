@@ -74,7 +74,7 @@ class Saves:
                 client=dict(client_state or {}),
                 model_config=entries.model_config(states.model),
                 contents=contents,
-                average=entries.average_values(states),
+                average=None if states.average is None else {"num_updates": states.average.num_updates},
                 kept={name: part.state_dict() for name, part in entries.kept(states).items()},
                 aliases=entries.aliases(states.model),
             )
