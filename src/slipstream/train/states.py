@@ -20,7 +20,6 @@ from slipstream.ops.disk import DiskError
 from slipstream.ops.wire import Feedback
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.parallel.exchange import Exchange, connect_activations
-from slipstream.train.asleep import Asleep
 from slipstream.train.gate import Gate, Obstacle
 from slipstream.train.updater import Updater
 from slipstream.world.mesh import Axis, Differs, Mesh
@@ -35,6 +34,7 @@ from slipstream.zero.unit import Comms, Unit
 if TYPE_CHECKING:
     from slipstream.train.ema import Ema
     from slipstream.train.local_steps import LocalSteps
+    from slipstream.train.sleep import Asleep
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
