@@ -33,7 +33,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "slipstream.TiedLayerSpec": slipstream.TiedLayerSpec,
 }
 # For the rooms around the engine, not for users.
-INTERNAL = ("wire", "together", "alpha", "averaged_over", "single", "backwards", "stores")
+INTERNAL = ("wire", "together", "single", "backwards", "stores")
 
 
 def page() -> str:

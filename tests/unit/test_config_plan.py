@@ -540,6 +540,39 @@ def test_describe_shows_the_blocks_of_enabled_features() -> None:
     assert not any("row_pruning" in name or "wandb" in name for name in shown)
 
 
+@pytest.mark.parametrize(
+    ("raw", "key", "value", "source"),
+    [
+        ({"pipeline": {"stages": 2}}, "slipstream.mesh.pp", "2", "derived: pipeline.stages"),
+        ({"sequence_parallel_size": 2}, "slipstream.mesh.sp", "2", "derived: sequence_parallel_size"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "slipstream.mesh.tp", "2", "derived: tensor_parallel.autotp_size"),
+        ({"slipstream": {"mesh": {"tp": 2}}}, "slipstream.mesh.tp", "2", "config"),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+            "zero_optimization.offload_optimizer.device",
+            "cpu",
+            "derived: zero_optimization.cpu_offload",
+        ),
+        ({"compile": {"disable": False}}, "compile.enabled", "true", "derived: compile.disable"),
+        (
+            {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}, "num_workers": 2}}},
+            "data_efficiency.data_sampling.num_workers",
+            "2",
+            "config",
+        ),
+        (
+            {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"a": {}}}}}},
+            "data_efficiency.data_sampling.curriculum_learning.enabled",
+            "true",
+            "config",
+        ),
+    ],
+)
+def test_describe_shows_what_is_set_in_another_form(raw: dict[str, Any], key: str, value: str, source: str) -> None:
+    rows = [line.split(maxsplit=2) for line in describe(plan_of(raw)).splitlines()]
+    assert [key, value, source] in rows
+
+
 def test_every_honored_key_has_a_source() -> None:
     assert {*plan_of(FULL).sources, *plan_of(ADAPTIVE).sources} >= set(HONORED)
 

@@ -405,7 +405,7 @@ class DeepSpeedEngine(Engine):
     ) -> Any:
         if data_sampler is not None:
             raise ValueError("deepspeed_io(data_sampler=): create a torch DataLoader with it instead")
-        plan = self.plan if route == "train" else dataclasses.replace(self.plan, efficiency=None)
+        plan = self.plan if route == "train" else dataclasses.replace(self.plan, efficiency={})
         if batch_size is None and route != "train":
             batch_size = plan.batch.micro_batch_size  # equal on all ranks
         elif batch_size is not None and route == "train" and self.precision.weight != 1.0:

@@ -449,8 +449,8 @@ class Plan:
     sparse: Mapping[str, Any] | None = block("sparse_attention.*")
     # The block curriculum_learning; train/curriculum.py reads it.
     curriculum: Mapping[str, Any] | None = block("curriculum_learning.*")
-    # The block data_efficiency; `data`, train/loaders.py and train/random_ltd.py read it. Its parts that are off are None.
-    efficiency: Mapping[str, Any] | None = block("data_efficiency.*")
+    # Parts of the block data_efficiency that are on, by path; `data`, train/loaders.py and train/random_ltd.py read them.
+    efficiency: Mapping[str, Any] = block("data_efficiency.*")
     # The enabled blocks, without their switch; observe/monitors.py reads them.
     monitors: Mapping[str, Mapping[str, Any]] = key(
         "*", shown=lambda blocks: _without_secrets({name: {"enabled": True, **block} for name, block in blocks.items()})

@@ -56,7 +56,9 @@ class Case:
         self.half = "fp16" if values["fp16.enabled"] else "bf16" if values["bf16.enabled"] else ""
         self.has_masters = plan.precision.param_dtype.itemsize < plan.precision.master_dtype.itemsize
         self.is_sparse = plan.sparse is not None and plan.sparse["mode"] != "dense"
-        self.drops_tokens = plan.efficiency is not None and plan.efficiency["random_ltd"] is not None
+        self.curriculum = plan.efficiency.get("data_sampling.curriculum_learning")
+        self.by_tokens = plan.efficiency.get("data_sampling.dynamic_batching")
+        self.drops_tokens = "data_routing.random_ltd" in plan.efficiency
         self.recomputes = plan.activations.way == "recompute"
         self.orders = [path for path in ("eigenvalue", "quantize_training.eigenvalue") if values[f"{path}.enabled"]]
         self.curvatures = [{name: values[f"{path}.{name}"] for name in _CURVATURE} for path in self.orders]
@@ -104,7 +106,7 @@ class Case:
             "slipstream.local_steps": self.plan.local_steps.every,
             "gradient_allreduce_op sum": self.zero.reduce_op == "sum",
             "managed_gradient_accumulation false": not self.plan.batch.managed,
-            "data_efficiency.data_sampling.dynamic_batching": (self.plan.efficiency or {}).get("dynamic_batching"),
+            "data_efficiency.data_sampling.dynamic_batching": self.by_tokens,
         }
         return " and ".join(name for name, is_asked in asked.items() if is_asked)
 
@@ -118,8 +120,7 @@ class Case:
             "slipstream.noise_scale_every": self.plan.noise_every,
             "gradient_allreduce_op sum": self.zero.reduce_op == "sum",
             "managed_gradient_accumulation false": not self.plan.batch.managed,
-            f"{_EFFICIENCY}.data_sampling": (self.plan.efficiency or {}).get("curriculum")
-            or (self.plan.efficiency or {}).get("dynamic_batching"),
+            f"{_EFFICIENCY}.data_sampling": self.curriculum or self.by_tokens,
             "a loader of your own (pass training_data to initialize)": not self.facts.has_data,
         }
         return " and ".join(name for name, is_asked in asked.items() if is_asked)
@@ -133,7 +134,7 @@ class Case:
         """What the config asks for that counts on one batch size in all steps."""
         asked = {
             "elasticity": self.values["elasticity.enabled"],
-            f"{_EFFICIENCY}.data_sampling.curriculum_learning": (self.plan.efficiency or {}).get("curriculum"),
+            f"{_EFFICIENCY}.data_sampling.curriculum_learning": self.curriculum,
         }
         return " and ".join(name for name, is_asked in asked.items() if is_asked)
 
@@ -326,15 +327,11 @@ REFUSALS: tuple[Refusal, ...] = (
         f"{_EFFICIENCY}.data_routing.random_ltd takes tokens out of the blocks of sparse_attention; drop one of the two",
     ),
     Refusal(
-        lambda c: c.plan.efficiency and c.plan.efficiency["curriculum"] and c.plan.efficiency["dynamic_batching"],
+        lambda c: c.curriculum and c.by_tokens,
         f"{_EFFICIENCY}.data_sampling: curriculum_learning and dynamic_batching both fill batches; drop one of them",
     ),
     Refusal(
-        lambda c: (
-            c.plan.efficiency
-            and c.plan.efficiency["dynamic_batching"]
-            and not c.values[f"{_EFFICIENCY}.data_sampling.dynamic_batching.max_tokens"]
-        ),
+        lambda c: c.by_tokens and not c.by_tokens["max_tokens"],
         f"{_EFFICIENCY}.data_sampling.dynamic_batching is enabled without max_tokens; set it to the tokens of a micro-batch",
     ),
     Refusal(

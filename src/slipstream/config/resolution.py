@@ -131,7 +131,7 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
 
 def case_of(values: Values, world: DataWorld) -> Case:
     """Compute the plan, also of a config that a row of refusals.py refuses."""
-    mesh = MeshPlan(**{axis: max((size for _, size in stated), default=1) for axis, stated in mesh_sizes(values).items()})
+    mesh = _mesh(values)
     batch, offload = _batch(values, world, mesh), _offload(values)
     loco = values.parsed.config.zero_optimization.zeropp_loco_param
     optimizer, clipping = _optimizer(values)
@@ -177,6 +177,15 @@ def case_of(values: Values, world: DataWorld) -> Case:
     return Case(values, plan, world)
 
 
+def _mesh(values: Values) -> MeshPlan:
+    sizes = {}
+    for axis, stated in mesh_sizes(values).items():
+        name, sizes[axis] = max(stated, key=lambda each: each[1], default=("", 1))
+        if name not in ("", f"slipstream.mesh.{axis}"):
+            values.sources[f"slipstream.mesh.{axis}"] = f"derived: {name}"
+    return MeshPlan(**sizes)
+
+
 def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the overrides for an engine without an optimizer, if the config has none: it offloads parameters at every stage.
 
@@ -192,20 +201,19 @@ def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"zero_optimization.stage": 3, "zero_optimization.mics_shard_size": 1} if applies else {}
 
 
-def _efficiency(values: Values) -> dict[str, Any] | None:
-    """The enabled parts of `data_efficiency`, each with its seed and loader options beside it. Switches around them count only
-    if they are off (refusals.py)."""
+def _efficiency(values: Values) -> dict[str, Any]:
+    """The enabled parts of `data_efficiency` by path, with the seed and the loader's options beside them; {} if all are off.
+    Switches around them count only if they are off (refusals.py)."""
     block = values.parsed.config.data_efficiency
     sampling, routing = block.data_sampling, block.data_routing
-    parts = {
-        "curriculum": sampling.curriculum_learning.model_dump(),
-        "dynamic_batching": sampling.dynamic_batching.model_dump(),
-        "random_ltd": routing.random_ltd.model_dump(),
+    parts: dict[str, Any] = {
+        "data_sampling.curriculum_learning": sampling.curriculum_learning,
+        "data_sampling.dynamic_batching": sampling.dynamic_batching,
+        "data_routing.random_ltd": routing.random_ltd,
     }
-    enabled = {name: part if part["enabled"] else None for name, part in parts.items()}
-    if not any(enabled.values()):
-        return None
-    return {"seed": block.seed, "num_epochs": sampling.num_epochs, "num_workers": sampling.num_workers, **enabled}
+    enabled = {path: part.model_dump() for path, part in parts.items() if part.enabled}
+    loader = {"data_sampling.num_epochs": sampling.num_epochs, "data_sampling.num_workers": sampling.num_workers}
+    return {"seed": block.seed, **loader, **enabled} if enabled else {}
 
 
 def _noise_every(values: Values) -> int:
@@ -519,6 +527,9 @@ def _accumulation_dtype(values: Values, master: torch.dtype) -> torch.dtype | No
 
 def _offload(values: Values) -> OffloadPlan:
     optimizer, param = values.tier("optimizer"), values.tier("param")
+    for block, tier, older in (("offload_optimizer", optimizer, "cpu_offload"), ("offload_param", param, "cpu_offload_param")):
+        if tier != values[f"zero_optimization.{block}.device"]:
+            values.sources[f"zero_optimization.{block}.device"] = f"derived: zero_optimization.{older}"
     if param == "none" or values["zero_optimization.stage"] == 3:
         return values.section(OffloadPlan, optimizer=optimizer, param=param)
     values.idle("zero_optimization.offload_param", "derived: it has no effect at this stage")
@@ -609,6 +620,8 @@ def _compile(values: Values) -> CompilePlan | None:
     """DeepSpeed of 2024 compiled if `enabled` was true, its first versions if `disable` was false; 0.19 has neither key."""
     older = values.is_given("compile.disable") and not values.is_given("compile.enabled")
     if not values["compile.disable"] and (values["compile.enabled"] or older):
+        if older:
+            values.sources["compile.enabled"] = "derived: compile.disable"
         return values.section(CompilePlan)
     values.idle("compile", "derived: compilation is disabled")
     return None

@@ -23,13 +23,12 @@ from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerLostError, is_lost_rank
 
 _MOST_SHOWN = 5
-# Keys and blocks that may differ between ranks: disks and their tuning, logging, timeouts.
+# Keys and blocks that may differ between ranks, beside paths: disks' tuning, logging, timeouts.
 _OWN_KEYS = frozenset(
-    """zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_param.nvme_path aio.block_size aio.queue_depth
-    aio.intra_op_parallelism activation_checkpointing.profile activation_checkpointing.synchronize_checkpoint_boundary
-    steps_per_print wall_clock_breakdown memory_breakdown timers flops_profiler comms_logger slipstream.trace.steps
-    slipstream.trace.folder dump_state log_level slipstream.timeout_s tensorboard wandb comet
-    csv_monitor slipstream.monitors""".split()  # noqa: SIM905
+    """aio.block_size aio.queue_depth aio.intra_op_parallelism activation_checkpointing.profile
+    activation_checkpointing.synchronize_checkpoint_boundary steps_per_print wall_clock_breakdown memory_breakdown timers
+    flops_profiler comms_logger slipstream.trace.steps slipstream.trace.folder dump_state log_level slipstream.timeout_s tensorboard
+    wandb comet csv_monitor slipstream.monitors""".split()  # noqa: SIM905
 )
 
 _REFUSAL = "refusal"
@@ -48,7 +47,7 @@ def facts_of_plan(plan: Plan, model: nn.Module, device: torch.device) -> Facts:
 
 
 def _is_own(key: str) -> bool:
-    return any(key == own or key.startswith(f"{own}.") for own in _OWN_KEYS)
+    return key.endswith("_path") or any(key == own or key.startswith(f"{own}.") for own in _OWN_KEYS)
 
 
 def facts_of_model(model: nn.Module) -> Facts:

@@ -14,13 +14,14 @@ from slipstream.train.data import StatefulLoader
 from slipstream.world.mesh import Mesh
 
 Loader = StatefulLoader | CurriculumLoader
-_BY_TOKENS = "data_efficiency.data_sampling.dynamic_batching"
+_BY_TOKENS = "data_sampling.dynamic_batching"
+_KEY = f"data_efficiency.{_BY_TOKENS}"
 
 
 def build_loader(plan: Plan, dataset: Any, mesh: Mesh, device: torch.device, collate_fn: Any = None, **options: Any) -> Loader:
     """The loader of this rank. options: `batch_size`, `drop_last` and `num_workers` in place of the plan's. Raises ValueError if
     the dataset does not fit the plan."""
-    efficiency = plan.efficiency or {}
+    efficiency = plan.efficiency
     common = {
         "batch_size": plan.batch.own(mesh.batch.index, mesh.batch.size),
         "rank": mesh.batch.index,
@@ -28,14 +29,15 @@ def build_loader(plan: Plan, dataset: Any, mesh: Mesh, device: torch.device, col
         "collate_fn": collate_fn,
         "drop_last": plan.data.drop_last,
         "seed": efficiency.get("seed", plan.seed),
-        "num_workers": efficiency.get("num_workers", 0),
+        "num_workers": efficiency.get("data_sampling.num_workers", 0),
         "pin_memory": device.type == "cuda",
         **options,
     }
-    if efficiency.get("curriculum"):
-        metrics, samples = efficiency["curriculum"]["curriculum_metrics"], plan.batch.train_batch_size
-        return CurriculumLoader(dataset, metrics=metrics, step_samples=samples, num_epochs=efficiency["num_epochs"], **common)
-    if efficiency.get("dynamic_batching") and not isinstance(dataset, Microbatches):
+    if curriculum := efficiency.get("data_sampling.curriculum_learning"):
+        metrics, samples = curriculum["curriculum_metrics"], plan.batch.train_batch_size
+        num_epochs = efficiency["data_sampling.num_epochs"]
+        return CurriculumLoader(dataset, metrics=metrics, step_samples=samples, num_epochs=num_epochs, **common)
+    if _BY_TOKENS in efficiency and not isinstance(dataset, Microbatches):
         dataset = batches_by_tokens(plan, dataset, collate_fn)
     if isinstance(dataset, Microbatches):
         return StatefulLoader(dataset, **{**common, "collate_fn": dataset.collate, "shuffle": False})
@@ -48,20 +50,20 @@ def batches_by_tokens(
 ) -> Microbatches:
     """The micro-batches of the plan's `dynamic_batching`. lengths: tokens of each sample; None: those in metrics_path. filter_ids:
     the samples to use; None: all. pad: of `Microbatches`, for pipelines. Raises ValueError without lengths, or if it is off."""
-    config = (plan.efficiency or {}).get("dynamic_batching")
-    if config is None or plan.efficiency is None:
-        raise ValueError(f"{_BY_TOKENS} is off: set its enabled, and those of data_sampling and data_efficiency")
+    config = plan.efficiency.get(_BY_TOKENS)
+    if config is None:
+        raise ValueError(f"{_KEY} is off: set its enabled, and those of data_sampling and data_efficiency")
     lengths = lengths_of(config["metrics_path"], len(dataset)) if lengths is None else lengths
     if lengths is None:
         raise ValueError(
-            f"{_BY_TOKENS}: metrics_path ({config['metrics_path']!r}) has no seqlen/seqlen_sample_to_metric.bin and .idx; write "
+            f"{_KEY}: metrics_path ({config['metrics_path']!r}) has no seqlen/seqlen_sample_to_metric.bin and .idx; write "
             'them with slipstream.data.DataAnalyzer(metric_names=["seqlen"], ...), or pass dataset_seqlens= to '
             "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"
         )
     same = plan.mesh.pp > 1
     if same and pad is None:
         raise ValueError(
-            f"{_BY_TOKENS}: a pipeline's micro-batches need one shape: pass sample_padding_fn=, called with sample and length"
+            f"{_KEY}: a pipeline's micro-batches need one shape: pass sample_padding_fn=, called with sample and length"
         )
     names = ("max_tokens", "min_batch_size", "max_batch_size", "sequence_picking_order", "verbose")
     batches = batch_by_seqlens(
@@ -78,7 +80,7 @@ def batches_by_tokens(
 def scaled_schedule(plan: Plan, loader: Any, scheduler: Any, optimizer: Any) -> Any:
     """A schedule that scales rates by the samples of batches, if the loader fills them by tokens, or their size adapts; else
     `scheduler`."""
-    config, samples = (plan.efficiency or {}).get("dynamic_batching"), plan.batch.train_batch_size
+    config, samples = plan.efficiency.get(_BY_TOKENS), plan.batch.train_batch_size
     if plan.adaptive is not None and plan.adaptive.scale_lr != "none" and optimizer is not None:
         return VariableBatchSizeLR(scheduler, samples, [samples], None, plan.adaptive.scale_lr, optimizer=optimizer)
     if config is None or optimizer is None or loader is None:
@@ -107,7 +109,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     Collective if lengths are written. Raises ValueError as `batches_by_tokens`.
     """
     plan = engine.plan
-    path = ((plan.efficiency or {}).get("dynamic_batching") or {}).get("metrics_path")
+    path = plan.efficiency.get(_BY_TOKENS, {}).get("metrics_path")
     if dataset_seqlens is None and batch_seqlens_fn is not None and path and lengths_of(path, len(dataset)) is None:
         from slipstream.data.analyze import SINGLE, DistributedDataAnalyzer
 

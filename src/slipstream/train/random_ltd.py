@@ -322,9 +322,9 @@ class _Take:
 
 def drop_tokens(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     """Prepare the model as the config's `random_ltd` says: layers are its repeated blocks. Raises ValueError."""
-    if plan.efficiency is None or plan.efficiency["random_ltd"] is None:
+    if (config := plan.efficiency.get("data_routing.random_ltd")) is None:
         return None
-    drop = TokenDrop({**plan.efficiency["random_ltd"], "global_batch_size": plan.batch.train_batch_size}, plan.efficiency["seed"])
+    drop = TokenDrop({**config, "global_batch_size": plan.batch.train_batch_size}, plan.efficiency["seed"])
     blocks = [model.get_submodule(name) for name in repeated_blocks(model)]
     if len(blocks) == drop.scheduler.model_layer_num:  # otherwise convert_to_random_ltd names the layers
         drop.wrap(blocks, "")
