@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from slipstream.config.plan import plan_values
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerLostError, is_lost_rank
 
+T = TypeVar("T")
 _MOST_SHOWN = 5
 # Keys and blocks that may differ between ranks, beside paths: disks' tuning, logging, timeouts.
 _OWN_KEYS = frozenset(
@@ -126,9 +127,9 @@ def check_alike_on(facts: Facts, axis: Axis, kind: Hashable = ()) -> None:
         check_alike(facts, axis.group, kind)
 
 
-def conflict(ranks: Sequence[int], by_rank: Sequence[Mapping[str, Any]]) -> tuple[str, int, Any, int, Any] | None:
+def conflict(ranks: Iterable[T], by_rank: Sequence[Mapping[str, Any]]) -> tuple[str, T, Any, T, Any] | None:
     """(name, rank, its value, another rank, that one's) of the first difference, where ranks need not have the same names."""
-    firsts: dict[str, tuple[int, Any]] = {}
+    firsts: dict[str, tuple[T, Any]] = {}
     for rank, values in zip(ranks, by_rank, strict=True):
         for name, value in values.items():
             first, usual = firsts.setdefault(name, (rank, value))

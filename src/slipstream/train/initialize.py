@@ -38,6 +38,7 @@ from slipstream.train import compiled
 from slipstream.train.agreement import (
     check_alike,
     check_alike_on,
+    conflict,
     fact_of_refusal,
     facts_of_data,
     facts_of_model,
@@ -384,13 +385,11 @@ def _sizes(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
         asked.insert(0, ("the pipeline module", {"pp": model.num_ranks}))
     if _has_model_axis(model):
         asked.insert(0, ("the pipeline module's topology", {"tp": model.topology().get_dim("model")}))
-    found: dict[str, tuple[str, int]] = {}
-    for by, each in asked:
-        for axis, size in each.items():
-            other, same = found.setdefault(axis, (by, size))
-            if same != size:
-                raise ValueError(f"{by} asks for {axis} {size}, and {other} for {same}; make them equal, or drop one")
-    return {axis: size for axis, (_, size) in found.items()}
+    places, stated = zip(*asked, strict=True)
+    if found := conflict(places, stated):
+        axis, first, usual, other, size = found
+        raise ValueError(f"{other} asks for {axis} {size}, and {first} for {usual}; make them equal, or drop one")
+    return {axis: size for each in stated for axis, size in each.items()}
 
 
 def _is_on(param: Tensor, axis: str) -> bool:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice, Hosts
 from slipstream.checkpoint.errors import Ranks
+from slipstream.train.agreement import conflict
 from slipstream.train.autosave import Autosave, hosts_of
 from slipstream.train.loaders import Loader
 from slipstream.train.saving import entries
@@ -166,10 +167,9 @@ def agree(world: Axis, step: str, arguments: Mapping[str, Any]) -> None:
     gathered = ranks.gather(step, lambda: dict(arguments))
 
     def compare() -> None:
-        for rank, other in enumerate(gathered):
-            for name, value in arguments.items():
-                if other[name] != value:
-                    raise CheckpointError(f"{name} is {value!r} on rank 0 and {other[name]!r} on rank {rank}; pass the same on all")
+        if found := conflict(range(len(gathered)), gathered):
+            name, first, usual, rank, other = found
+            raise CheckpointError(f"{name} is {usual!r} on rank {first} and {other!r} on rank {rank}; pass the same on all")
 
     ranks.decide(step, compare)
 
