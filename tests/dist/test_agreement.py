@@ -24,6 +24,11 @@ def refused(odd: int, **blocks: Any) -> str:
     return told(lambda rank: toy.make(toy.seeded(toy.Net), 1, **(blocks if rank == odd else {})))
 
 
+def curriculum(least: int) -> dict[str, Any]:
+    metric = {"min_difficulty": least, "max_difficulty": 9, "schedule_config": {"total_curriculum_step": 9, "difficulty_step": 1}}
+    return {"data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"a": metric}}}}
+
+
 def told(make: Callable[[int], Any]) -> str:
     rank = dist.get_rank()
     with pytest.raises(ValueError, match="the ranks of this engine differ: ") as raised:
@@ -46,6 +51,8 @@ def test_a_config_that_differs() -> None:
     assert "bf16.enabled True where rank 0 has False" in refused(1, bf16={"enabled": True})
     assert "zero_optimization.mics_shard_size 1 where" in refused(1, zero_optimization={"stage": 3, "mics_shard_size": 1})
     assert "rank 1 refuses its config (unknown config key zero" in refused(1, zero=1)
+    easier = told(lambda rank: toy.make(toy.seeded(toy.Net), 1, data_efficiency=curriculum(1 + rank // 2)))
+    assert easier.endswith("curriculum_learning.curriculum_metrics.a.min_difficulty 2 where rank 0 has 1")
     scattered = told(lambda rank: toy.make(toy.seeded(toy.Net), rank))
     assert "rank 1 has zero_optimization.stage 1 where rank 0 has 0; rank 2 has zero_optimization.stage 2 where" in scattered
 
