@@ -196,12 +196,10 @@ def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
     """For each axis of `MeshPlan`, the sizes that keys or arguments state, with their names."""
     stated: dict[str, list[tuple[str, int]]] = {}
     for axis, paths in MESH_KEYS.items():
-        given = [(path, values[path]) for path in paths if isinstance(values[path], int) and values.is_given(path)]
-        given = [
-            (path, size) for path, size in given if size > 1 or not path.startswith("tensor_parallel.")
-        ]  # off, as in DeepSpeed
-        argument = [("the model or an argument", size) for name, size in values.facts.mesh.items() if name == axis]
-        stated[axis] = [(name, max(size, 1)) for name, size in (*given, *argument)]
+        sizes = {path: values[path] for path in paths if values.is_given(path)}
+        sizes = {path: size for path, size in sizes.items() if size > 1 or not path.startswith("tensor_parallel.")}  # as DeepSpeed
+        sizes["the model or an argument"] = values.facts.mesh.get(axis)
+        stated[axis] = [(name, max(size, 1)) for name, size in sizes.items() if isinstance(size, int)]
     return stated
 
 
