@@ -380,7 +380,7 @@ def test_deepspeeds_defaults() -> None:
     plan = plan_of({})
     assert plan.gradient_clipping == 1.0
     assert plan.batch.managed and plan.zero.stage == 0 and plan.zero.reduce_op == "mean"
-    assert plan.steps_per_print is None and not plan.wall_clock_breakdown and not plan.data.drop_last
+    assert plan.steps_per_print is None and not plan.wall_clock_breakdown and not plan.drop_last
     assert plan.checkpoint.tag_validation == "warn" and plan.debug.timeout_s == 1800.0
 
 
@@ -399,7 +399,7 @@ def test_small_values_reach_the_plan() -> None:
         }
     )
     assert plan.steps_per_print == 10 and plan.wall_clock_breakdown and plan.dump_state
-    assert plan.log_level == "debug" and plan.data.drop_last and not plan.batch.managed
+    assert plan.log_level == "debug" and plan.drop_last and not plan.batch.managed
     assert plan.gradient_clipping == 0.0 and plan.checkpoint.tag_validation == "fail"
     assert plan.zero.transport == "gloo" and plan.debug.timeout_s == 60.0 and plan.debug.poison_released
     assert plan.seed == 7

@@ -361,11 +361,6 @@ class LayerDropPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataPlan:
-    drop_last: bool = key("dataloader_drop_last")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
     tag_validation: Literal["ignore", "warn", "fail"] = key("checkpoint.tag_validation")
     asynchronous: bool = of(Json("checkpoint.writer.decoupled"), Json("datastates_ckpt", shown=lambda on: {} if on else False))
@@ -464,7 +459,7 @@ class Plan:
     adaptive: AdaptivePlan | None
     # The blocks compression_training and quantize_training; `compression` reads them.
     compression: Mapping[str, Any] | None = block("*")
-    data: DataPlan
+    drop_last: bool = key("dataloader_drop_last")  # the incomplete batch at the end of an epoch
     checkpoint: CheckpointPlan
     # The block weight_quantization, if it names layers; quantized/rules.py reads it.
     quantized: Mapping[str, Any] | None = block("weight_quantization.*")

@@ -26,7 +26,6 @@ from slipstream.config.plan import (
     BatchPlan,
     CheckpointPlan,
     CompilePlan,
-    DataPlan,
     DataWorld,
     DebugPlan,
     ExpertPlan,
@@ -166,7 +165,6 @@ def case_of(values: Values, world: DataWorld) -> Case:
         traffic=values.section(TrafficPlan) if values["comms_logger.enabled"] else None,
         trace=values.section(TracePlan) if values.parsed.config.slipstream.trace is not None else None,
         quantized=_quantized(values),
-        data=values.section(DataPlan),
         # With states on disk, the next step overwrites in place what a background thread would still read.
         checkpoint=values.section(CheckpointPlan, asynchronous=values.asks_to_write_later and not offload.uses_disk),
         debug=values.section(DebugPlan),

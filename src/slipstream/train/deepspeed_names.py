@@ -25,7 +25,7 @@ RENAMED: Mapping[str, str] = {
     "steps_per_print": "plan.steps_per_print",
     "wall_clock_breakdown": "plan.wall_clock_breakdown",
     "dump_state": "plan.dump_state",
-    "dataloader_drop_last": "plan.data.drop_last",
+    "dataloader_drop_last": "plan.drop_last",
 }
 
 # other methods and attributes of DeepSpeed's engine -> an expression that does the same here

@@ -321,7 +321,7 @@ def read_together(
 
 def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.device) -> Loader:
     """Build the distributed loader; from a DataLoader it uses the dataset, collate_fn, drop_last and num_workers."""
-    drop_last, num_workers = plan.data.drop_last, 0
+    drop_last, num_workers = plan.drop_last, 0
     if isinstance(data, DataLoader):
         known = isinstance(data.dataset, IterableDataset) or type(data.sampler) in (
             RandomSampler,

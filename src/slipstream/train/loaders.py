@@ -27,7 +27,7 @@ def build_loader(plan: Plan, dataset: Any, mesh: Mesh, device: torch.device, col
         "rank": mesh.batch.index,
         "world_size": mesh.batch.size,
         "collate_fn": collate_fn,
-        "drop_last": plan.data.drop_last,
+        "drop_last": plan.drop_last,
         "seed": efficiency.get("seed", plan.seed),
         "num_workers": efficiency.get("data_sampling.num_workers", 0),
         "pin_memory": device.type == "cuda",
