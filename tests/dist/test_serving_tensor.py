@@ -26,6 +26,7 @@ from slipstream.inference.load import load
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.weights import leaves
 from slipstream.ops import build
+from slipstream.quantized import PackedLinear
 from slipstream.world.peers import meet
 from tests import tiny_chat
 from tests.dist.test_serving_experts import answers, write_mixtral
@@ -102,6 +103,37 @@ def test_models_outside_the_table() -> None:
                     assert [tokens for tokens, _ in answers(engine)] == [tokens for tokens, _ in expected], family
             own = engine.engine.runner.own.model.base_model
             assert sum(one.numel() for one in own.parameters()) < 0.9 * sum(one.numel() for one in model.base_model.parameters())
+
+
+@distributed(world_size=2)
+def test_quantized_models_outside_the_table() -> None:
+    """Each process quantizes its shares: the scores of a prompt are those of one process, but for the scales."""
+
+    def scores(engine: Any) -> Tensor:
+        entries = engine.generate(list(range(1, 30)), max_new_tokens=1, prompt_logprobs=0).prompt_logprobs[1:]
+        return torch.tensor([entry.logprob for entry in entries])
+
+    def nbytes(engine: Any) -> int:
+        runner = engine.engine.runner
+        layers = [module for module in getattr(runner, "own", runner).model.modules() if isinstance(module, PackedLinear)]
+        assert {layer.matrix.bits for layer in layers} <= {8, bits}
+        return sum(part.nbytes for layer in layers for part in layer.matrix.buffers())
+
+    mixture = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    for family, sizes, bits in (
+        ("Nemotron", SIZES, 8),
+        ("Phimoe", SIZES | mixture, 8),
+        ("GPTBigCode", {**_GPT, "multi_query": False}, 4),
+    ):
+        model = tiny(family, **sizes)
+        with torch.no_grad():
+            floats = model(torch.arange(1, 30)[None]).logits[0].log_softmax(-1)[torch.arange(28), torch.arange(2, 30)]
+        with slipstream.init_inference(model, dtype=f"int{bits}", **_OPTIONS) as whole:
+            expected, all_nbytes = scores(whole), nbytes(whole)
+        with slipstream.init_inference(model, dtype=f"int{bits}", tp_size=2, **_OPTIONS) as engine:
+            assert nbytes(engine) < 0.8 * all_nbytes, family
+            if engine.leads:
+                assert (scores(engine) - floats).norm() < 1.5 * (expected - floats).norm(), family
 
 
 @distributed(world_size=2)
@@ -545,7 +577,6 @@ def test_refusals(tmp_path: Path) -> None:
     refused("do not split a model without experts", tp_size=2, ep_size=2)
     foreign = tiny("GPTBigCode", vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)  # one key for all heads
     refused("GPTBigCodeForCausalLM has no plan for tensor parallelism, and none was found", source=foreign, tp_size=2)
-    refused("dtype is int8: a GPTBigCodeForCausalLM is cut over processes in float dtypes", source=foreign, tp_size=2, dtype="int8")
     refused("the ranks differ", tp_size=2, dtype="int8" if dist.get_rank() else "bf16")
     refused("the ranks differ.*max_running 4.*max_running 5", tp_size=2, max_running=4 + dist.get_rank())
 

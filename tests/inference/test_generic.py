@@ -14,7 +14,6 @@ from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.generic import (
     GenericDecoder,
     PackedExperts,
-    _matrices,
     cache_shapes,
     check_context,
     open_model,
@@ -146,6 +145,9 @@ def test_refused_in_one_sentence(tmp_path: Any) -> None:
     mamba = tiny("Mamba", vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=1, **ENDS)
     with pytest.raises(UnsupportedModel, match="MambaForCausalLM is not a decoder with a cache of keys and values"):
         cache_shapes(mamba)
+    both_ways = tiny("Gemma3Text", **SIZES, head_dim=16, use_bidirectional_attention=True)
+    with pytest.raises(UnsupportedModel, match="Gemma3ForCausalLM attends in both directions"):
+        slipstream.init_inference(both_ways, device="cpu")
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(UnsupportedModel, match="transformers cannot open"):
         open_model(tmp_path)
@@ -211,6 +213,19 @@ def test_quantized_by_dtype(kind: str, tmp_path: Any) -> None:
             assert served.lm_head.matrix.bits == 8 and served.transformer.h[0].mlp.c_fc.matrix.bits == int(kind[3:])
             assert served.lm_head.matrix.matrix.scale.dtype == torch.float32 and served.lm_head.weight.dtype == torch.bfloat16
     assert len(answers[0]) == 6 and model.dtype == torch.float32
+
+
+def test_rotary_frequencies_stay_exact(tmp_path: Any) -> None:
+    """In bf16 the angles of late positions would be others."""
+    model = tiny("Nemotron", **SIZES, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5})
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    model.save_pretrained(tmp_path)
+    for source, dtype in ((model, "bf16"), (tmp_path, "bf16"), (model, "int8"), (tmp_path, "fp32")):
+        with slipstream.init_inference(source, dtype=dtype, device="cpu", max_context=32) as engine:
+            served: Any = engine.engine.runner.model  # type: ignore[attr-defined]
+            assert served.model.rotary_emb.inv_freq.equal(frequencies)
+            assert {one.dtype for one in served.parameters()} == {torch.float32 if dtype == "fp32" else torch.bfloat16}
+    assert {one.dtype for one in (*model.parameters(), *model.buffers())} == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -283,7 +298,16 @@ def test_what_is_not_quantized() -> None:
         quantize_model(odd, "int8")
     model = tiny("OPT", **CASES["opt"][1])
     model.config.num_local_experts = 96  # as many as fc1 has outputs, which makes it a router
-    assert {name for *_, name, _ in _matrices(model)} == {"q_proj", "k_proj", "v_proj", "out_proj", "fc2", "lm_head"}
+
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    first = model.model.decoder.layers[0]
+    first.fc2.__class__ = Doubled
+    quantized = {name for name, module in quantize_model(model, "int8").named_modules() if isinstance(module, PackedLinear)}
+    assert {name.rpartition(".")[2] for name in quantized} == {"q_proj", "k_proj", "v_proj", "out_proj", "fc2", "lm_head"}
+    assert type(first.fc2) is Doubled  # its own code computes it
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers.pytorch_utils import Conv1D
 
 import slipstream
@@ -23,6 +24,7 @@ from slipstream.ops.grouped import fits, grouped_rows
 from slipstream.ops.matrices import CODES, Int4, Int8, dequantize, round_activations
 from slipstream.quantized import PackedLinear
 from slipstream.quantized.packed import KINDS
+from tests.inference import twins
 
 NATIVE = build.load().kernels is not None
 native = pytest.mark.skipif(
@@ -426,6 +428,21 @@ def test_layers_that_stay(caplog: pytest.LogCaptureFixture) -> None:
         "3 stays as it is: its weight is torch.float64",
     ):
         assert line in caplog.text
+
+
+@torch.no_grad()
+def test_weights_that_only_torch_reads(caplog: pytest.LogCaptureFixture) -> None:
+    """A wrapper of tensors (DTensor, torchao) has no memory: reading it crashed the process."""
+    model = twins.tiny("Llama", **twins.SIZES)
+    for layer in model.model.layers:
+        weight = layer.mlp.up_proj.weight.data
+        layer.mlp.up_proj.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    with pytest.raises(ValueError, match="LlamaForCausalLM computes with TwoTensor, which only torch"):
+        slipstream.init_inference(model, device="cpu")
+    slipstream.quantize(model, "int8")
+    assert "model.layers.0.mlp.up_proj stays as it is: its weight is a TwoTensor, which" in caplog.text
+    with pytest.raises(ValueError, match="the input is a TwoTensor"):
+        model(torch.tensor([[3, 1]]))
 
 
 @torch.no_grad()

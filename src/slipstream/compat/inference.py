@@ -253,7 +253,7 @@ class InferenceEngine(nn.Module):
                 self._spoiled = str(error)
                 raise
         if self._config.kind == "int8":
-            kernels.pack_slices(module)
+            self.module = kernels.pack(module)
         return True
 
     def _found(self, axis: Axis, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> PlanTrial | None:

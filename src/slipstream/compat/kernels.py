@@ -12,7 +12,6 @@ import inspect
 import logging
 import threading
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +26,7 @@ from slipstream.inference.load import load
 from slipstream.inference.models import is_encoder
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.runner import Sizes, open_encoder
-from slipstream.ops.matrices import to_int8
-from slipstream.parallel.tensor import Column, Row
 from slipstream.quantized import quantize
-from slipstream.quantized.packed import PackedLinear, PackedMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +41,6 @@ def pack(model: Any) -> Any:
     if hasattr(model, "get_output_embeddings") and hasattr(model, "config"):
         return generic.quantize_model(model, "int8", model.dtype)
     return quantize(model, "int8")
-
-
-@torch.no_grad()
-def pack_slices(model: nn.Module) -> None:
-    """Compute a rank's products of sliced layers by int8 kernels, in place. A row has a scale in each rank's share."""
-    for layer in list(model.modules()):
-        if isinstance(layer, Column | Row) and layer.slices is not None:
-            weight = layer.matrix.detach()
-            packed = PackedLinear(PackedMatrix(to_int8(weight.contiguous())), weight.shape, None, weight.dtype)
-            layer.weight = None
-            vars(layer)["product"] = partial(_product, packed)
-            layer.add_module("packed", packed)
-
-
-def _product(packed: PackedLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-    return packed(x) if bias is None else packed(x) + bias
 
 
 class _Watched:

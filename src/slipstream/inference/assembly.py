@@ -335,10 +335,8 @@ def _opener(loaded: LoadedModel, forward: Opened, ranks: ServingRanks | None) ->
 
 
 def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:
-    live = _transformers_model(source, kind, place, group)
+    live = _transformers_model(source, kind, place, group, sizes.ranks)
     generic.check_context(live, sizes.max_context)
-    if sizes.ranks is not None:
-        _cut(live, kind, sizes.ranks)
     return _Ready(
         forward=open_generic(live, sizes),
         target=_SPLIT if sizes.ranks else _ONCE if kind in precision.QUANTIZED else UpdateTarget.module(live),
@@ -357,12 +355,8 @@ def _check_transformers_serves(sizes: Sizes, error: Exception) -> None:
         raise ValueError(f"ep_size and moe_tp_size do not cut transformers' code, which tp_size does: {error}") from error
 
 
-def _cut(live: Any, kind: str, ranks: ServingRanks) -> None:
+def _cut(live: Any, ranks: ServingRanks) -> None:
     """Cut a model of transformers in place, by its own plan or one that is found. Collective. Raises ValueError."""
-    if kind in precision.QUANTIZED:
-        raise ValueError(
-            f"dtype is {kind}: a {type(live).__name__} is cut over processes in float dtypes; give one, or one process"
-        )
     inputs = example_inputs(live)
     trial = try_out(live, ranks.axis, (), inputs, {}) if needs_trial(live) and inputs is not None else None
     if (exchange := cut(live, ranks.axis, trial, ranks.exchange(live.device))) is not None and trial is not None:
@@ -420,8 +414,9 @@ def _kind_of(place: torch.device) -> str:
     return torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
 
 
-def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int) -> Any:
-    """A transformers model, for models that `TransformerConfig` cannot describe. Raises UnsupportedModel."""
+def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int, ranks: ServingRanks | None = None) -> Any:
+    """A transformers model, for models that `TransformerConfig` cannot describe, or what this one of `ranks` computes of it:
+    then it is collective. Raises UnsupportedModel."""
     with needs(f"{type(source).__name__ if is_config(source) else source}, by transformers' code,", extra="hf"):
         import transformers  # noqa: F401 (everything below)
     quantized = kind in precision.QUANTIZED
@@ -437,9 +432,11 @@ def _transformers_model(source: Any, kind: str, place: torch.device, group_size:
         own = AutoModelForCausalLM.from_config(source, dtype=dtype)
     else:
         own = generic.shared_copy(source)
-    if quantized:
-        return generic.quantize_model(own, kind, group_size=group_size).to(place)
-    return own.to(device=place, dtype=dtype)
+        if dtype is not None and not quantized:
+            generic.cast(own, own.dtype, dtype)
+    if ranks is not None:
+        _cut(own.to(place), ranks)  # then its shares are quantized
+    return (generic.quantize_model(own.cpu(), kind, group_size=group_size) if quantized else own).to(place)
 
 
 def _end_ids(live: Any) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.config import huggingface
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
@@ -33,8 +34,9 @@ from slipstream.inference.decoder import Inputs, RowSpan, attend, batch_inputs, 
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.models import is_encoder
-from slipstream.inference.quantize import to_int8, to_kind
+from slipstream.parallel.around import class_before
 from slipstream.quantized import PackedLinear, PackedMatrix
+from slipstream.quantized.packed import matrix_of, named_layers, pack
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,8 @@ def cache_shapes(model: Any) -> list[HeadShape]:
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     name = type(model).__name__
+    if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModel(f"{name} attends in both directions (use_bidirectional_attention), so it cannot generate")
     if model.config.is_encoder_decoder or "past_key_values" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModel(f"{name} is not a decoder with a cache of keys and values, so it cannot be served")
     try:
@@ -81,6 +85,8 @@ def cache_shapes(model: Any) -> list[HeadShape]:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModel(f"{name} keeps other state than keys and values ({type(layer).__name__} in layer {i})")
+        if is_traceable_wrapper_subclass(keys):
+            raise UnsupportedModel(f"{name} computes with {type(keys).__name__}, which only torch reads: give its folder")
         if keys.shape[:3] != values.shape[:3] or keys.shape[2] != 1:
             raise UnsupportedModel(f"{name} keeps keys {list(keys.shape)} and values {list(values.shape)} in layer {i}")
         shapes.append(HeadShape(keys.shape[1], keys.shape[3], values.shape[3]))
@@ -333,102 +339,111 @@ def _caches(cache: KVCache, source: _GenericStep | RowSpan) -> Any:
 
 
 class PackedExperts(nn.Module):
-    """Replaces transformers' module of experts, whose weights are stacks: an expert's matrices are packed by themselves."""
+    """Comes before the class of transformers' experts, whose weights are stacks: an expert's matrices are packed by themselves."""
 
-    def __init__(self, source: Any, kind: str, dtype: torch.dtype, group_size: int):
-        super().__init__()
-        self.source = source  # of its activation; it keeps no weights
-        self.first, self.down = (
-            self._packed(name, kind, dtype, group_size) for name in ("gate_up_proj" if source.has_gate else "up_proj", "down_proj")
-        )
-
-    def _packed(self, name: str, kind: str, dtype: torch.dtype, group_size: int) -> nn.ModuleList:
-        source = self.source
-        weights, biases = getattr(source, name), getattr(source, f"{name}_bias") if source.has_bias else None
-        experts = nn.ModuleList()
-        for i, weight in enumerate(weights):
-            matrix = weight.T.contiguous() if source.is_transposed else weight
-            packed = PackedMatrix(to_kind(matrix, kind, group_size))
-            experts.append(PackedLinear(packed, matrix.shape, None if biases is None else biases[i], dtype))
-        setattr(source, name, None)
-        return experts
+    first: nn.ModuleList  # of gate and up, or of up
+    down: nn.ModuleList
+    has_gate: bool
+    _apply_gate: Callable[[Tensor], Tensor]
+    act_fn: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, d], top_k_index and top_k_weights [T, k] -> [T, d]; sums are fp32."""
-        source, out = self.source, torch.zeros(hidden_states.shape, device=hidden_states.device)
+        out = torch.zeros(hidden_states.shape, device=hidden_states.device)
         for expert in top_k_index.unique().tolist():
             tokens, routes = (top_k_index == expert).nonzero(as_tuple=True)
             hidden = self.first[expert](hidden_states[tokens])
-            hidden = source._apply_gate(hidden) if source.has_gate else source.act_fn(hidden)
+            hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
             weights = top_k_weights[tokens, routes, None].float()
             out.index_add_(0, tokens, self.down[expert](hidden).float() * weights)
         return out.to(hidden_states.dtype)
 
 
-def _stacked_experts(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """transformers' modules of experts, as (parent, name, module). A layout that is not known stays as it is."""
+def _pack_experts(module: Any, kind: str, block: int) -> None:
+    """Pack a module of experts in place: what is around its calls stays."""
+    for name, stored in (("first", "gate_up_proj" if module.has_gate else "up_proj"), ("down", "down_proj")):
+        weights, biases = getattr(module, stored), getattr(module, f"{stored}_bias") if module.has_bias else None
+        experts = nn.ModuleList()
+        for i, weight in enumerate(weights):
+            matrix = (weight.T if module.is_transposed else weight).contiguous()
+            packed = PackedMatrix(matrix_of(matrix, kind, block))
+            experts.append(PackedLinear(packed, matrix.shape, None if biases is None else biases[i], matrix.dtype))
+        setattr(module, stored, None)
+        setattr(module, name, experts)
+    module.__class__ = class_before(PackedExperts, type(module))
+
+
+def _stacked_experts(model: nn.Module) -> Iterator[nn.Module]:
+    """transformers' modules of experts. A layout that is not known stays as it is."""
     layout = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if all(hasattr(child, each) for each in layout) and not getattr(child, "has_post_expert_norm", False):
-                yield parent, name, child
+    for module in model.modules():
+        if all(hasattr(module, each) for each in layout) and not getattr(module, "has_post_expert_norm", False):
+            yield module
 
 
 @torch.no_grad()
 def quantize_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, group_size: int = 32) -> Any:
     """Replace the matrices of a transformers model by those of `kind`, and cast the rest to `dtype`, the compute dtype.
 
-    As in `quantize.quantize`, the output matrix is int8 for both kinds; embeddings, norms, biases and routers are not quantized.
-    Raises UnsupportedModel if most weights are in modules of other kinds.
+    As in `slipstream.quantize`, the output matrix is int8 for both kinds; embeddings, norms, biases and routers are not quantized.
+    Raises UnsupportedModel, with nothing changed, if most weights are in modules of other kinds.
     """
-    head, stored, matrices, stacks = (
-        model.get_output_embeddings(),
-        model.dtype,
-        list(_matrices(model)),
-        list(_stacked_experts(model)),
-    )
-    num_quantized = sum(module.weight.numel() for module in {module for _, _, module in matrices})
-    num_quantized += sum(param.numel() for _, _, module in stacks for param in module.parameters(recurse=False))
-    others = {
-        f"{path}.{name}": parameter
-        for path, module in model.named_modules()
-        if not isinstance(module, nn.Embedding) and all(module is not one for _, _, one in (*matrices, *stacks))
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() > 1
-    }
-    if (num_others := sum(parameter.numel() for parameter in others.values())) > num_quantized:
-        largest = max(others, key=lambda name: others[name].numel())
-        raise UnsupportedModel(
-            f"{kind} would leave {num_others:,} of {num_others + num_quantized:,} weights of {type(model).__name__} unquantized: "
-            f"they are in no nn.Linear ({largest}: {list(others[largest].shape)}); serve it without quantization"
-        )
-    quantized: dict[nn.Module, PackedLinear] = {}
-    for parent, name, module in matrices:
-        if module not in quantized:
-            weight = module.weight if isinstance(module, nn.Linear) else module.weight.T.contiguous()
-            matrix = to_int8(weight) if module is head else to_kind(weight, kind, group_size)
-            quantized[module] = PackedLinear(PackedMatrix(matrix), weight.shape, module.bias, dtype)
-            module.weight = None  # free its memory before the next one is converted
-        setattr(parent, name, quantized[module])
-    for parent, name, module in stacks:
-        packed = PackedExperts(module, kind, dtype, group_size)
-        setattr(parent, name, packed)
-    for parameter in model.parameters():
-        if parameter.dtype == stored:  # others are kept in fp32 by the model on purpose
-            parameter.data = parameter.data.to(dtype)
+    stored, routers, stacks = model.dtype, list(_routers(model)), list(_stacked_experts(model))
+    _check_mostly_quantized(model, kind, routers, stacks)
+    pack(model, kind, block=group_size, skip=routers)
+    for module in stacks:
+        _pack_experts(module, kind, group_size)
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.dtype = dtype
+    cast(model, stored, dtype)
     return model
 
 
-def _matrices(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Linear modules except routers, as (parent, name, module)."""
+def cast(model: Any, stored: torch.dtype, dtype: torch.dtype) -> None:
+    """Cast what has the dtype of the stored model, as transformers does in opening a file: what its class keeps in fp32, derived
+    buffers (rotary frequencies) and scales of codes stay."""
+    lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype is torch.float16 else [])]
+    exact = [name for each in lists for name in getattr(model, each, None) or ()]
+    for path, module in model.named_modules():
+        derived = [*module._buffers] if isinstance(module, PackedMatrix) else module._non_persistent_buffers_set
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor.dtype is not stored or name in derived or any(one in f"{path}.{name}" for one in exact):
+                continue
+            if isinstance(tensor, nn.Parameter):
+                tensor.data = tensor.data.to(dtype)
+            else:
+                setattr(module, name, tensor.to(dtype))
+
+
+def _check_mostly_quantized(model: Any, kind: str, routers: Sequence[str], stacks: Sequence[nn.Module]) -> None:
     from transformers.pytorch_utils import Conv1D
 
+    packed = {id(layer.weight) for layer in named_layers(model, (nn.Linear, Conv1D), ("*",), routers)}
+    packed |= {id(param) for module in stacks for param in module.parameters(recurse=False)}
+    weights = {
+        name: param
+        for path, module in model.named_modules()
+        if not isinstance(module, nn.Embedding)
+        for name, param in module.named_parameters(path, recurse=False)
+        if param.dim() > 1
+    }
+    others = {name: param.numel() for name, param in weights.items() if id(param) not in packed}
+    total, num_others = sum(param.numel() for param in weights.values()), sum(others.values())
+    if 2 * num_others > total:
+        largest = max(others, key=lambda name: others[name])
+        raise UnsupportedModel(
+            f"{kind} would leave {num_others:,} of {total:,} weights of {type(model).__name__} unquantized: they are in no "
+            f"nn.Linear ({largest}: {list(weights[largest].shape)}); serve it without quantization"
+        )
+
+
+def _routers(model: Any) -> Iterator[str]:
+    """The names of linear layers with as many outputs as there are experts."""
     num_experts = [value for name, value in model.config.get_text_config().to_dict().items() if name.endswith("_experts")]
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            is_router = getattr(child, "stays_exact", False) or getattr(child, "out_features", None) in num_experts
-            if isinstance(child, Conv1D) or (isinstance(child, nn.Linear) and not is_router):
-                yield parent, name, child
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.out_features in num_experts and not getattr(module, "stays_exact", False):
+            yield name
 
 
 def shared_copy(model: Any) -> Any:

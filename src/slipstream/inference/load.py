@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.config import huggingface
 from slipstream.inference.config import ModelPart, Rope, TransformerConfig
@@ -135,6 +136,8 @@ def _live(model: Any, opening: Opening, group: int) -> LoadedModel:
     A PreTrainedModel with modules of the caller's own (slipstream.moe.MoE in place of an MLP) is left to its own code.
     """
     if not hasattr(model, "state_dict") or not hasattr(getattr(model, "config", None), "to_dict"):
+    if kinds := {type(tensor).__name__ for tensor in state.values() if is_traceable_wrapper_subclass(tensor)}:
+        raise UnsupportedModel(f"weights of the {type(model).__name__} are {', '.join(kinds)}, which only torch's operations read")
         raise ValueError(f"{type(model).__name__} is not a model: give a Hugging Face folder, a .gguf file or a PreTrainedModel")
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     generation = getattr(model, "generation_config", None)

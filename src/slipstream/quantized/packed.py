@@ -10,10 +10,12 @@ import fnmatch
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from slipstream.ops import build, products
@@ -34,6 +36,7 @@ from slipstream.ops.matrices import (
     to_int8,
 )
 from slipstream.ops.pages import Pool
+from slipstream.parallel.tensor import Sliced
 from slipstream.zero import access
 from slipstream.zero.hooks import eager
 
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("int8", "int4", "bf16")
 BLOCKS = (32, 64, 128)  # of int4
+_PLAIN = {"transformers.pytorch_utils": "Conv1D", "transformers.models.falcon.modeling_falcon": "FalconLinear"}
 _PARTS = {"data": "codes", "scale": "scale", "low": "low"}  # fields of a `MatrixRecord`, and the buffers
 _POOLED_NBYTES = 64 << 20  # of floats in a module whose panels share huge pages
 
@@ -77,6 +81,8 @@ class PackedMatrix(nn.Module):
     @eager
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [rows, in_features] to [rows, out_features], in fp32 by the native kernels, else in x's dtype. `bias`: fp32, padded."""
+        if is_traceable_wrapper_subclass(cast(Any, x)):
+            raise ValueError(f"the input is a {type(x).__name__}, which only torch's operations read: give a plain tensor")
         if self._record is None or self._record.data != self.codes.data_ptr():
             if self.is_native != bool(self._tables):
                 self._put(self.matrix)  # it came from another device, or from another machine's file
@@ -252,12 +258,16 @@ def pack(model: nn.Module, kind: str, *, block: int = 32, include: Sequence[str]
     while chosen:  # the floats of one are freed before the next is packed
         layers, places = chosen.pop()
         weight = layers[0].weight.detach()
-        weight = weight if isinstance(layers[0], nn.Linear) else weight.T.contiguous()
-        matrix = PackedMatrix(_matrix(weight, "int8" if kind == "int4" and head in layers else kind, block), pool)
+        weight = (weight if isinstance(layers[0], nn.Linear) else weight.T).contiguous()
+        matrix = PackedMatrix(matrix_of(weight, "int8" if kind == "int4" and head in layers else kind, block), pool)
         packed_nbytes += sum(part.nbytes for part in matrix.buffers())
         for layer, names in zip(layers, places, strict=True):
-            packed = PackedLinear(matrix, weight.shape, layer.bias, weight.dtype)
+            packed = PackedLinear(matrix, weight.shape, None if _is_cut(layer) else layer.bias, weight.dtype)
             packed.train(layer.training)
+            if _is_cut(layer):  # it joins the ranks' shares, and adds its bias
+                layer.weight, layer.packed = None, packed
+                vars(layer)["product"] = partial(_product, packed)
+                continue
             for name in names:
                 if layer is model:
                     model = packed
@@ -268,7 +278,16 @@ def pack(model: nn.Module, kind: str, *, block: int = 32, include: Sequence[str]
     return model.requires_grad_(False)
 
 
-def _matrix(weight: Tensor, kind: str, block: int) -> Matrix:
+def _is_cut(layer: nn.Module) -> bool:
+    return isinstance(layer, Sliced) and layer.slices is not None
+
+
+def _product(packed: PackedLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+    return packed(x) if bias is None else packed(x) + bias
+
+
+def matrix_of(weight: Tensor, kind: str, block: int) -> Matrix:
+    """`weight` [out, in] in one of `KINDS`; for int4, inputs are padded to whole blocks."""
     if kind == "bf16":
         return weight.to(torch.bfloat16)
     if kind == "int8":
@@ -302,10 +321,10 @@ def _chosen(model: nn.Module, include: Sequence[str], skip: Sequence[str]) -> li
             f"parameter {next(iter(units)).names[0]!r} belongs to an engine, which trains it, and these layers are for inference: "
             f"quantize after engine.destroy(), or a model opened from what engine.save_pretrained() writes"
         )
-    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", nn.Linear)
+    plain = [nn.Linear, *(getattr(sys.modules[name], each) for name, each in _PLAIN.items() if name in sys.modules)]
     groups: dict[int, tuple[list[Any], list[list[str]]]] = {}
-    for layer, names in named_layers(model, (nn.Linear, conv1d), include, skip).items():
-        if reason := _why_not(layer, names[0], conv1d):
+    for layer, names in named_layers(model, tuple(plain), include, skip).items():
+        if reason := _why_not(layer, names[0], plain):
             logger.warning("quantize: %s stays as it is: %s", names[0], reason)
             continue
         layers, places = groups.setdefault(id(layer.weight), ([], []))
@@ -318,15 +337,19 @@ def _chosen(model: nn.Module, include: Sequence[str], skip: Sequence[str]) -> li
     return list(groups.values())
 
 
-def _why_not(layer: Any, name: str, conv1d: Any) -> str | None:
-    """Why a linear layer cannot be replaced. Raises ValueError for weights without usable values."""
-    plain = type(layer).forward in (nn.Linear.forward, conv1d.forward)
-    if not plain or isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):  # attention reads the latter's weight
+def _why_not(layer: Any, name: str, plain: Sequence[type[nn.Module]]) -> str | None:
+    """Why a linear layer cannot be replaced. `plain`: the classes whose forward is the product. Raises ValueError for weights
+    without usable values."""
+    own: Any = type(layer).__bases__[1] if _is_cut(layer) else type(layer)
+    in_attention = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)  # which reads its weight
+    if in_attention or own.forward not in [each.forward for each in plain]:
         return f"a {type(layer).__name__} computes its product in its own way"
     if layer._forward_pre_hooks or layer._forward_hooks:
         return "it has hooks"
     if layer.weight.dtype not in TYPES or not layer.weight.numel():
         return f"its weight is {layer.weight.dtype} {list(layer.weight.shape)}"
+    if is_traceable_wrapper_subclass(layer.weight):
+        return f"its weight is a {type(layer.weight).__name__}, which only torch's operations read"
     if layer.weight.is_meta:
         raise ValueError(f"layer {name!r} is on the meta device, without values: load the model, then quantize it")
     if not bool(layer.weight.isfinite().all()):
