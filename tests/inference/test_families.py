@@ -1,5 +1,6 @@
 """Each family's row against transformers in fp32, by a tiny random model: greedy text, logits, the same bits in every batch."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
+from slipstream.inference.load import load
 from slipstream.inference.models import MisfitError, from_hf, from_state
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.quantize import quantize
@@ -124,6 +126,24 @@ def same_bits(runner: NativeDecoder) -> None:
     chunked.run([(one, 0, 3) for one in requests])
     for found, one in zip(chunked.run([(one, 3, len(one.tokens)) for one in requests]), expected, strict=True):
         assert found.equal(one)
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_says_what_the_model_says(case: str, tmp_path: Path) -> None:
+    model = model_of(case)
+    model.save_pretrained(tmp_path)
+    assert load(tmp_path).config == load(model).config
+
+
+@pytest.mark.parametrize("dtype", ["stored", "bfloat16", "int8"])
+def test_biases_of_routers_keep_their_precision(dtype: str, tmp_path: Path) -> None:
+    """As transformers keeps them: 16 bits do not tell them apart."""
+    model = model_of("deepseek-v3").to(torch.bfloat16)
+    bias = 8 + 0.01 * torch.arange(8)
+    model.model.layers[1].mlp.gate.e_score_correction_bias = bias
+    model.save_pretrained(tmp_path)
+    for source in (model, tmp_path):
+        assert dict(leaves(load(source, dtype=dtype).weights))["layers.1.router_bias"].equal(bias)
+
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,7 +2,11 @@
 
 import importlib.util
 import json
+import mmap
 import re
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,10 @@ import torch
 import slipstream
 from slipstream.inference import precision, recommended
 from slipstream.inference.load import load
-from slipstream.inference.weights import Int4, Int8
+from slipstream.inference.source import find_source
 from slipstream.launch.cli import main
 from slipstream.ops import cpu
+from slipstream.ops.matrices import Int4, Int8
 from tests import tiny_chat
 from tests.inference.test_load import write_gguf
 from tests.inference.twins import SIZES, tiny
@@ -128,6 +133,32 @@ def test_a_chat_in_the_terminal_is_sampled_as_recommended(
     assert sampling_of({"temperature": 0.3, "top_k": 7}) == "temperature 0.3, top_k 7"
     assert sampling_of({"temperature": 0.3, "top_k": 7}, "--temperature", "0") == "temperature 0, top_k 7"
     assert sampling_of({}) == recommended.describe(recommended.DEFAULTS) == "temperature 0.7, top_p 0.95"
+
+
+def test_processes_unpack_a_package_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both find no folder, and both have it afterwards, as those of `slipstream serve minilm --tp 2` do."""
+    package = tmp_path / "all_minilm_l6_v2"
+    package.mkdir()
+    with zipfile.ZipFile(package / "model.zip", "w") as packed:
+        packed.writestr("config.json", "{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    both, extract = threading.Barrier(2), zipfile.ZipFile.extractall
+
+    def extracted(self: zipfile.ZipFile, folder: str) -> None:
+        extract(self, folder)
+        both.wait(10)
+
+    monkeypatch.setattr(zipfile.ZipFile, "extractall", extracted)
+    with ThreadPoolExecutor(2) as pool:
+        assert set(pool.map(find_source, ["minilm"] * 2)) == {package / "model"}
+    assert (package / "model" / "config.json").is_file() and {one.name for one in package.iterdir()} == {"model", "model.zip"}
+
+
+def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses advice about them, and the cache does without."""
+    monkeypatch.setattr(mmap, "MADV_NOHUGEPAGE", 9999)
+    with slipstream.init_inference(tiny("Llama", **SIZES), device="cpu") as engine:
+        assert len(engine.generate([1, 2, 3], max_new_tokens=2, ignore_eos=True).token_ids) == 2
 
 
 def test_gguf_files_recommend_their_sampling() -> None:

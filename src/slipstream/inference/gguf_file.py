@@ -82,6 +82,9 @@ def _read(mapped: mmap.mmap, path: Path) -> GgufFile:
     at = 24
     metadata = {}
     for _ in range(num_values):
+    if (parts := metadata.get("split.count", 1)) != 1:
+        merge = "merge them: llama-gguf-split --merge FIRST_PART MERGED.gguf"
+        raise ValueError(f"{path} is one of {parts} parts of a model, and models are read from one file; {merge}")
         key, at = _string(mapped, at)
         (kind,) = struct.unpack_from("<I", mapped, at)
         metadata[key], at = _value(mapped, at + 4, kind)

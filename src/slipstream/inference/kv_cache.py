@@ -11,6 +11,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -91,8 +92,8 @@ def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     Private: what a fork writes, its parent does not see. In small pages: the blocks of a short text lie far apart."""
     numel = math.prod(shape)
     mapping = mmap.mmap(-1, max(numel, 1) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if (advice := getattr(mmap, "MADV_NOHUGEPAGE", None)) is not None:
-        mapping.madvise(advice)
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_NOHUGEPAGE)
     _mappings.add(mapping)
     return torch.frombuffer(mapping, dtype=dtype)[:numel].view(*shape)
 

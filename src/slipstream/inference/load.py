@@ -38,7 +38,7 @@ from slipstream.ops.matrices import blank_of
 class LoadedModel:
     config: TransformerConfig
     weights: DecoderWeights
-    dtype: torch.dtype  # of the computation, and of every weight that is not quantized
+    dtype: torch.dtype  # of the computation, and of weights that are not quantized, but for routers' biases, which are fp32
     opening: Opening
     gguf: Mapping[str, Any] = field(default_factory=dict)  # a GGUF file's metadata: tokenizer.ggml.*, tokenizer.chat_template
 
@@ -71,7 +71,8 @@ def load(
 
     def place(role: str, m: Matrix) -> Matrix:
         if isinstance(m, Tensor):
-            return m if m.is_meta else m.to(loaded.dtype).to(device)
+            exact = role.endswith("router_bias")  # the choice of experts hangs on differences that bf16 does not hold
+            return m if m.is_meta else m.to(device, torch.float32 if exact else loaded.dtype)
         return type(m)(*(part if part.is_meta else part.to(device) for part in m))
 
     weights = mapped(weights, place)

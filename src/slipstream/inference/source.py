@@ -56,6 +56,8 @@ def _unpacked(file: Path) -> Path:
                 os.rename(draft, folder)
                 os.mkdir(draft)  # for TemporaryDirectory, which removes it
         except OSError as error:
+            if folder.is_dir():  # another process has made it meanwhile
+                return folder
             hint = f"python -m zipfile -e {file} FOLDER, and give FOLDER as the model"
             raise ValueError(f"cannot unpack {file.name} into {file.parent} ({error.strerror}): {hint}") from None
     return folder
