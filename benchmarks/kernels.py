@@ -28,9 +28,8 @@ from slipstream.inference.config import TransformerConfig
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder
-from slipstream.inference.quantize import quantize
 from slipstream.inference.sampler import LogitsRow, Sampler
-from slipstream.inference.weights import DecoderWeights
+from slipstream.inference.weights import DecoderWeights, quantize
 from slipstream.ops import cpu, onebit
 from slipstream.ops.rows import RowForm, dequantize_rows, quantize_rows
 

@@ -19,7 +19,8 @@ from slipstream.inference import assembly, native, ranks, runner
 from slipstream.inference.config import ModelPart
 from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.load import load
-from slipstream.inference.weights import Matrix, leaves
+from slipstream.inference.weights import leaves
+from slipstream.ops.matrices import Matrix
 from slipstream.parallel.exchange import connect_activations
 from slipstream.world.mesh import Axis
 from slipstream.world.peers import meet

@@ -414,7 +414,7 @@ def serving(dtype: torch.dtype, kind: str = "") -> tuple[Callable[..., Any], lis
     from slipstream.inference.decoder import Decoder, head_shapes
     from slipstream.inference.kv_cache import KVCache
     from slipstream.inference.models import from_hf, from_state
-    from slipstream.inference.quantize import quantize
+    from slipstream.inference.weights import quantize
 
     torch.manual_seed(0)
     net = LlamaForCausalLM(

@@ -11,8 +11,7 @@ from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.load import load
 from slipstream.inference.models import MisfitError, from_hf, from_state
 from slipstream.inference.native import NativeDecoder
-from slipstream.inference.quantize import quantize
-from slipstream.inference.weights import leaves
+from slipstream.inference.weights import leaves, quantize
 from slipstream.ops import build, cpu
 from tests.inference.test_native import Requests, logits_of, native_of
 from tests.inference.twins import PROMPTS, SIZES, VOCAB, check_against_generate, decoder_of, tiny
@@ -127,6 +126,7 @@ def same_bits(runner: NativeDecoder) -> None:
     for found, one in zip(chunked.run([(one, 3, len(one.tokens)) for one in requests]), expected, strict=True):
         assert found.equal(one)
 
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_says_what_the_model_says(case: str, tmp_path: Path) -> None:
     model = model_of(case)
@@ -143,7 +143,6 @@ def test_biases_of_routers_keep_their_precision(dtype: str, tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     for source in (model, tmp_path):
         assert dict(leaves(load(source, dtype=dtype).weights))["layers.1.router_bias"].equal(bias)
-
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -21,9 +21,9 @@ from slipstream.inference.generic import (
     shared_copy,
 )
 from slipstream.inference.kv_cache import KVCache
-from slipstream.inference.quantize import dequantize, to_int4, to_int8
 from slipstream.moe import MoE
 from slipstream.ops import products
+from slipstream.ops.matrices import dequantize, to_int4, to_int8
 from slipstream.quantized import PackedLinear, PackedMatrix
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, check_against_generate, tiny
 

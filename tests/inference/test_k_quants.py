@@ -13,10 +13,24 @@ import slipstream
 from slipstream.inference import precision
 from slipstream.inference.load import load
 from slipstream.inference.native import NativeDecoder
-from slipstream.inference.quantize import dequantize, to_int4, to_int8
-from slipstream.inference.weights import Codes, DecoderWeights, Int4, Int8, KQuant, leaves, put
+from slipstream.inference.weights import DecoderWeights, leaves, put
 from slipstream.ops import build, cpu, products
-from slipstream.ops.matrices import fill, pack_codes, record_of, round_activations, rows_of, tables_of, unpack_codes
+from slipstream.ops.matrices import (
+    Codes,
+    Int4,
+    Int8,
+    KQuant,
+    dequantize,
+    fill,
+    pack_codes,
+    record_of,
+    round_activations,
+    rows_of,
+    tables_of,
+    to_int4,
+    to_int8,
+    unpack_codes,
+)
 from tests import tiny_chat
 from tests.inference import test_native
 from tests.inference.test_load import write_gguf

@@ -16,8 +16,7 @@ from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.load import LoadedModel, load
-from slipstream.inference.quantize import dequantize
-from slipstream.inference.weights import Int4, Int8
+from slipstream.ops.matrices import Int4, Int8, dequantize
 from tests import tiny_chat
 from tests.inference.test_models import model_of
 from tests.inference.twins import NEW, SIZES, check_against_generate, serve, tiny
@@ -220,13 +219,13 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
         path.write_bytes(data[:length])
         refused(r"ends within its header after \d+ bytes|is cut off", path)
     path.write_bytes(data[:-100])
+    refused(r"is cut off: .* ends at byte \d+ of \d+", path)
     part = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
     part.add_uint16("split.count", 3)
     part.write_header_to_file()
     part.write_kv_data_to_file()
     part.close()
     refused("part.gguf is one of 3 parts of a model, .*: llama-gguf-split --merge", tmp_path / "part.gguf")
-    refused(r"is cut off: .* ends at byte \d+ of \d+", path)
     path.write_bytes(data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"))
     refused(r"the weights lack model.layers.1.self_attn.q_proj.weight", path)
     path.write_bytes(data.replace(b"llama", b"falcn"))

@@ -16,9 +16,9 @@ from slipstream.inference.expert_store import ExpertStore
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder, why_not
-from slipstream.inference.quantize import quantize, to_int4, to_int8, unpack
-from slipstream.inference.weights import DecoderWeights, Int8, leaves, put
+from slipstream.inference.weights import DecoderWeights, leaves, put, quantize
 from slipstream.ops import build, cpu
+from slipstream.ops.matrices import Int8, to_int4, to_int8, unpack
 from tests.inference.test_models import CASES, model_of
 from tests.inference.twins import SIZES, VOCAB, check_against_generate, tiny
 

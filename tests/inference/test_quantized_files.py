@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import slipstream
 from slipstream.inference.load import load
-from slipstream.inference.quantize import dequantize
-from slipstream.inference.weights import Int4, Int8, leaves
+from slipstream.inference.weights import leaves
+from slipstream.ops.matrices import Int4, Int8, dequantize
 from tests.inference.twins import SIZES, tiny
 
 PROMPT = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]

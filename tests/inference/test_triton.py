@@ -31,9 +31,9 @@ from slipstream.inference.config import NORMS, Layer, Rope, RoutedExperts, Trans
 from slipstream.inference.cuda import CudaDecoder, why_not
 from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
-from slipstream.inference.quantize import dequantize, quantize, to_int4, to_int8
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp, leaves, mapped
+from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp, leaves, mapped, quantize
 from slipstream.ops import optim, products
+from slipstream.ops.matrices import Int4, Int8, dequantize, to_int4, to_int8
 from slipstream.ops.triton import attention, flat, rows
 from slipstream.ops.triton.linear import linear, num_slices
 from slipstream.ops.triton.tiles import num_ranges

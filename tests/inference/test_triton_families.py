@@ -11,8 +11,8 @@ from tests.inference.test_triton import DEAR, DEVICE, quick_interpreter, runner_
 from slipstream.inference.cuda import CudaDecoder, why_not
 from slipstream.inference.decoder import Decoder
 from slipstream.inference.models import from_hf, from_state
-from slipstream.inference.quantize import dequantize, quantize
-from slipstream.inference.weights import leaves, mapped
+from slipstream.inference.weights import leaves, mapped, quantize
+from slipstream.ops.matrices import dequantize
 from tests.inference import test_embedding, test_families, test_long_rope
 from tests.inference.test_native import Requests
 

@@ -14,7 +14,8 @@ import slipstream
 from slipstream import compression
 from slipstream.compression.quantize import served as served_codes
 from slipstream.inference.load import load
-from slipstream.inference.weights import Int4, Int8, leaves
+from slipstream.inference.weights import leaves
+from slipstream.ops.matrices import Int4, Int8
 from tests.unit.test_compression import block, technique
 
 SIZES: dict[str, Any] = {

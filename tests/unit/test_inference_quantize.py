@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.inference.kv_cache import HeadShape, KVCache, bytes_per_block
-from slipstream.inference.quantize import dequantize, quantize, to_int4, to_int8, unpack
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp
+from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp, quantize
+from slipstream.ops.matrices import Int4, Int8, dequantize, to_int4, to_int8, unpack
 
 SEEDS = st.integers(0, 999)
 

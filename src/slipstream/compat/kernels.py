@@ -25,7 +25,7 @@ from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.load import load
 from slipstream.inference.models import is_encoder
 from slipstream.inference.native import NativeDecoder
-from slipstream.inference.runner import Sizes, open_encoder
+from slipstream.inference.runner import Sizes, open_forward
 from slipstream.quantized import quantize
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Encoder:
         try:
             loaded = load(model, dtype=kind or "stored")
             sizes = Sizes(None, 1, None, torch.get_num_threads())
-            opened = open_encoder(loaded.config, loaded.weights, torch.device("cpu"), loaded.dtype, sizes)
+            opened = open_forward(loaded.config, loaded.weights, torch.device("cpu"), loaded.dtype, sizes)
             if not isinstance(runner := opened.runner, NativeDecoder):
                 raise UnsupportedModel(opened.forward)
         except (UnsupportedModel, ValueError) as error:

@@ -30,22 +30,22 @@ from slipstream.inference.layer_store import WeightMemory
 from slipstream.inference.load import LoadedModel, is_config, load
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.ranks import ServingRanks
-from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, open_encoder, open_generic
+from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_forward, open_generic
 from slipstream.inference.scheduler import MAX_RUNNING, budget_of
 from slipstream.inference.source import find_source, given_tokenizer, name_of, sampling_of, sparse_mode, tokenizer_of
 from slipstream.inference.text import Tokenizer
 from slipstream.inference.update import UpdateTarget
-from slipstream.inference.weights import Int4, KQuant, leaves
+from slipstream.inference.weights import leaves
+from slipstream.ops.matrices import Int4, KQuant
 from slipstream.ops.pages import give_back_freed
 from slipstream.ops.team import MAX_THREADS
 from slipstream.parallel.inferred import compare, cut, example_inputs, needs_trial, try_out
-from slipstream.quantized import PackedLinear
+from slipstream.quantized.packed import BLOCKS, PackedLinear
 from slipstream.world.extras import needs
 from slipstream.world.watch import PeerLostError
 
 logger = logging.getLogger(__name__)
 
-GROUP_SIZES = (32, 64, 128)
 _NOT_YET = "this engine was opened from a configuration and has no weights yet: call update_weights()"
 _ON_DISK = "its experts are on disk; open it without expert_cache_bytes"
 _LAYERS_ON_DISK = "layers of it are on disk; open it without weights_bytes and weights_folder"
@@ -67,7 +67,7 @@ def open_runner(
     source = find_source(model)
     if is_config(source):
         raise ValueError(f"a {type(source).__name__} has no weights; give the model or its folder")
-    served = _serve(source, precision.parse_dtype(dtype), place, GROUP_SIZES[0], sizes._replace(threads=threads))
+    served = _serve(source, precision.parse_dtype(dtype), place, BLOCKS[0], sizes._replace(threads=threads))
     if served.embeds:
         raise ValueError(f"{model} has no head, so it computes no logits; slipstream.init_inference embeds texts with it")
     return served.forward.runner
@@ -139,14 +139,14 @@ def assemble(
     """Load the model, choose the forward and make the loop. `replicas`: processes that do so with the same memory. `loop`: the
     other arguments of `Engine`, and `draft`, a model."""
     name, source, kind = model_name or name_of(model), find_source(model), precision.parse_dtype(dtype)
-    if group_size is not None and (kind != "int4" or group_size not in GROUP_SIZES):
+    if group_size is not None and (kind != "int4" or group_size not in BLOCKS):
         raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it needs dtype="int4", and is 32, 64 or 128')
-    group, (place, threads) = group_size or GROUP_SIZES[0], _place(device, threads, ranks)
+    group, (place, threads) = group_size or BLOCKS[0], _place(device, threads, ranks)
     passed_tokenizer = None if tokenizer is None else given_tokenizer(tokenizer)
     sizes = Sizes(kv_cache_bytes, max_running or MAX_RUNNING, max_context, threads, expert_cache_bytes, ranks, replicas=replicas)
     sizes = sizes if memory is None else _with_layers_on_disk(sizes, memory, source, place)
     if isinstance(source, torch.nn.Module) and outputs.gives_outputs_only(source):
-        loop |= {"max_context": max_context, "max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "ep_size": ranks}
+        loop |= {"max_context": max_context, "max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "tp_size": ranks}
         return _outputs(source, name, kind, place, group, loop | {"tokenizer": tokenizer, "expert_cache_bytes": expert_cache_bytes})
     served = _serve(source, kind, place, group, sizes)
     give_back_freed()
@@ -249,7 +249,7 @@ def _draft(draft: Any, vocab_size: int, tokenizer: Tokenizer | None, place: torc
     source = find_source(draft)
     if is_config(source):
         raise ValueError(f"draft is a {type(source).__name__}, which has no weights; give the model or its folder")
-    served = _serve(source, precision.parse_dtype(None), place, GROUP_SIZES[0], Sizes(None, FEW, None, sizes.threads))
+    served = _serve(source, precision.parse_dtype(None), place, BLOCKS[0], Sizes(None, FEW, None, sizes.threads))
     if served.embeds:
         raise ValueError(f"draft is {name_of(draft)}, which embeds texts and generates none; give a small decoder")
     own, size = tokenizer_of(source, served.metadata), served.forward.runner.vocab_size
@@ -296,7 +296,6 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
         _check_transformers_serves(sizes, error)
         return _serve_by_transformers(source, kind, place, group, sizes)
     embeds = 0 if loaded.config.has_head else loaded.config.vocab_size
-    open_forward = open_encoder if embeds else open_decoder
     blocks = _blocks(loaded) if loaded.opening.kind == "stored" else ""
     reasons = (
         (_SPLIT, ranks is not None),

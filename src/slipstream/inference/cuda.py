@@ -30,7 +30,8 @@ from slipstream.inference.decoder import add_experts, choose, soft_cap, text_bat
 from slipstream.inference.joined import JoinedParts
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import rope_table, shape_of
-from slipstream.inference.weights import Codes, DecoderWeights, Int4, LayerWeights, Matrix, Mlp, leaves
+from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp, leaves
+from slipstream.ops.matrices import Codes, Int4, Matrix
 from slipstream.ops.triton.attention import Tiles, attend, padded_group
 from slipstream.ops.triton.linear import FEW, GROUPS, linear, num_slices
 from slipstream.ops.triton.rows import HeadNorms, Norm, add_norm, gate, place

@@ -21,6 +21,7 @@ from slipstream.config import huggingface
 from slipstream.inference.config import TransformerConfig
 from slipstream.inference.core import SamplingParams
 from slipstream.inference.cross_encoder import CrossEncoder
+from slipstream.inference.runner import BLOCK_SIZE
 from slipstream.inference.stats import Meters, Stats
 from slipstream.inference.text import Tokenizer
 
@@ -29,7 +30,6 @@ __all__ = ["EmbeddingEngine", "Pooling"]
 logger = logging.getLogger(__name__)
 
 _TYPED = ("bert", "electra")  # families whose forward gets the types of tokens from transformers' tokenizers; others have type 0
-BLOCK = 16  # tokens of a block of the cache
 ROWS = 2048  # tokens of a forward: more make it no faster, and its scratch memory leaves the caches
 
 _POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (rows [T, E], tokens per text [N]) -> [N, E]
@@ -101,15 +101,14 @@ class Scored(NamedTuple):
     num_tokens: int
 
 
+@dataclass(slots=True, eq=False)
 class _Text:
-    """One text of a call, and its vector once it is computed. types: of its tokens, if it is a pair."""
+    """One text of a call, and its vector once it is computed."""
 
-    __slots__ = ("error", "tokens", "types", "vector")
-
-    def __init__(self, tokens: Sequence[int], types: Sequence[int] | None = None) -> None:
-        self.tokens, self.types = tokens, types
-        self.vector: Tensor | None = None
-        self.error: Exception | None = None
+    tokens: Sequence[int]
+    types: Sequence[int] | None = None  # of its tokens, if it is a pair
+    vector: Tensor | None = None
+    error: Exception | None = None
 
     @property
     def done(self) -> bool:
@@ -243,7 +242,7 @@ class EmbeddingEngine:
         while self._waiting:
             texts = self._waiting[0]
             length = len(texts[0].tokens)
-            rows, blocks = rows + length, blocks + -(-length // BLOCK)
+            rows, blocks = rows + length, blocks + -(-length // BLOCK_SIZE)
             if batch and (rows > ROWS or blocks > self.runner.num_blocks):
                 break
             batch.append(texts.popleft())
@@ -306,5 +305,5 @@ class EmbeddingEngine:
 
     def stats(self) -> Stats:
         values: dict[str, Any] = dict.fromkeys((one.name for one in fields(Stats)), 0) | Meters().snapshot()
-        values |= {"healthy": self.healthy, "blocks": self.runner.num_blocks, "block_size": BLOCK}
+        values |= {"healthy": self.healthy, "blocks": self.runner.num_blocks, "block_size": BLOCK_SIZE}
         return Stats(**values | {"prompt_tokens": self._tokens, "forwards": self._forwards})

@@ -77,9 +77,6 @@ class ExpertStore:
         assert begin <= self.expert_nbytes, f"expert {expert} has {begin} bytes packed, more than {self.expert_nbytes}"
         return offsets
 
-    def describe(self) -> str:
-        return f"{self.num_slots} of {self.num_experts} experts in memory, the others on disk"
-
     def use(self) -> Use:
         return Use(self.record.hits, self.record.misses)
 

@@ -320,16 +320,15 @@ _BERT: dict[str, Any] = {
     "type_vocab_size": 2,
     "tie_word_embeddings": True,
 }
-_BERT_KEYS, _BERT_ONLY = {"rms_norm_eps": "layer_norm_eps"}, {"is_decoder": (False,)}
 _OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 
 
 def _bert(base: str, *, part: str = "encoder", **more: Any) -> FamilyRow:
     """An encoder whose files have, or lack, `base`. Its other heads and its pooler are not read."""
-    rest = {"defaults": _BERT, "keys": _BERT_KEYS, "fields": _ENCODER, "names": _bert_names(base)} | more
+    rest = {"defaults": _BERT, "keys": {"rms_norm_eps": "layer_norm_eps"}, "fields": _ENCODER, "names": _bert_names(base)} | more
     return FamilyRow(
         kinds=_no_rope(_all_full),
-        only=_BERT_ONLY,
+        only={"is_decoder": (False,)},
         renames=((rf"^(?=(embeddings|embeddings_project|{part}|pooler)\.)", base), *_OLD_NORMS),
         surplus=rf"^(?!{base})|^{base}pooler\.|position_ids$",
         **rest,
@@ -375,6 +374,7 @@ _COHERE: dict[str, Any] = {
 _COHERE_FIELDS = {"norm": "layer", "residual": "parallel", "norms": NORMS[:1], "logit_scale": _number("logit_scale")}
 _GLM: dict[str, Any] = {
     "head_dim": 128,
+    "num_key_value_heads": 2,
     "rms_norm_eps": 1.5625e-07,
     "max_position_embeddings": 131072,
     "partial_rotary_factor": 0.5,
@@ -405,7 +405,7 @@ _DEEPSEEK_NAMES = {name: module for name, module in _LLAMA_NAMES.items() if name
 )
 
 FAMILIES: dict[str, FamilyRow] = {
-    "llama": FamilyRow(defaults={"max_position_embeddings": 2048}, fields={"mlp_bias": _flag("mlp_bias")}),
+    "llama": FamilyRow(defaults={"max_position_embeddings": 2048}),
     "mistral": FamilyRow(
         defaults={**_WINDOWED, "sliding_window": 4096, "num_key_value_heads": 8}, fields={"out_bias": False}, kinds=_one_window
     ),
@@ -500,7 +500,7 @@ FAMILIES: dict[str, FamilyRow] = {
             "topk_group": None,
         },
         keys={"rotary_dim": "qk_rope_head_dim"},
-        fields={**_DEEPSEEK_FIELDS, "mlp_bias": _flag("mlp_bias")},
+        fields=_DEEPSEEK_FIELDS,
         experts=_deepseek2,
         only={
             "topk_method": ("greedy", "group_limited_greedy"),
@@ -570,14 +570,7 @@ FAMILIES: dict[str, FamilyRow] = {
         keys=_pairs(
             "hidden_act=hidden_activation rms_norm_eps=norm_eps rope_theta=global_rope_theta rope_local_base_freq=local_rope_theta"
         ),
-        fields={
-            "norm": "layer",
-            "norm_bias": _flag("norm_bias"),
-            "causal": False,
-            "embed_norm": True,
-            "has_head": False,
-            "mlp_bias": _flag("mlp_bias"),
-        },
+        fields={"norm": "layer", "norm_bias": _flag("norm_bias"), "causal": False, "embed_norm": True, "has_head": False},
         kinds=_modernbert,
         first_norm=1,
         names=_names(
@@ -813,7 +806,6 @@ FAMILIES: dict[str, FamilyRow] = {
             "logits_scaling": 1.0,
         },
         fields={
-            "mlp_bias": _flag("mlp_bias"),
             "embed_scale": _number("embedding_multiplier"),
             "attn_scale": _number("attention_multiplier"),
             "residual_scale": _number("residual_multiplier"),
@@ -822,12 +814,11 @@ FAMILIES: dict[str, FamilyRow] = {
     ),
     "smollm3": FamilyRow(
         defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
-        fields={"mlp_bias": _flag("mlp_bias")},
         kinds=_smollm3,
     ),
-    "glm": FamilyRow(defaults={**_GLM, "num_key_value_heads": 2}, fields={"out_bias": False}, names=_FUSED_MLP, interleaved=True),
+    "glm": FamilyRow(defaults=_GLM, fields={"out_bias": False}, names=_FUSED_MLP, interleaved=True),
     "glm4": FamilyRow(
-        defaults={**_GLM, "num_key_value_heads": 2},
+        defaults=_GLM,
         fields={"out_bias": False, "norms": NORMS},
         names={**_FUSED_MLP, "attn_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"},
         interleaved=True,

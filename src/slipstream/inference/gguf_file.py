@@ -16,14 +16,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.inference.families import UnsupportedModel
-from slipstream.inference.quantize import dequantize
-from slipstream.inference.weights import Codes, Int4, Int8, KQuant, Matrix
-from slipstream.ops.matrices import pack_codes, unpack_codes
+from slipstream.ops.matrices import Codes, Int4, Int8, KQuant, Matrix, dequantize, pack_codes, unpack_codes
 from slipstream.world.extras import needs
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -82,12 +79,12 @@ def _read(mapped: mmap.mmap, path: Path) -> GgufFile:
     at = 24
     metadata = {}
     for _ in range(num_values):
-    if (parts := metadata.get("split.count", 1)) != 1:
-        merge = "merge them: llama-gguf-split --merge FIRST_PART MERGED.gguf"
-        raise ValueError(f"{path} is one of {parts} parts of a model, and models are read from one file; {merge}")
         key, at = _string(mapped, at)
         (kind,) = struct.unpack_from("<I", mapped, at)
         metadata[key], at = _value(mapped, at + 4, kind)
+    if (parts := metadata.get("split.count", 1)) != 1:
+        merge = "merge them: llama-gguf-split --merge FIRST_PART MERGED.gguf"
+        raise ValueError(f"{path} is one of {parts} parts of a model, and models are read from one file; {merge}")
     heads = []
     for _ in range(num_tensors):
         name, at = _string(mapped, at)
@@ -180,9 +177,8 @@ def matrix(
         return data.view(_PLAIN[kind]).view(shape).to(dtype)
     if kind in _K_BITS:
         return _of_k_quants(kind, data.view(num_rows, -1), form, dtype, shape)
-    if kind in _UNPACK:
-        parts = (part.reshape(num_rows, -1) for part in _UNPACK[kind](data.numpy()))
-        q4 = Int4(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
+    if kind in (_Q4_0, _Q4_1):
+        q4 = _q4(kind, data.view(num_rows, -1))
         return q4 if form else dequantize(q4).view(shape).to(dtype)
     if form is Int8:
         blocks = data.view(-1, 34)
@@ -245,36 +241,14 @@ def _scales_and_minima(packed: Tensor) -> Tensor:
     return torch.stack((scales, minima), 2)
 
 
-def _packed(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes [..., n], number j in the low half of byte j and number j + n in the high one -> both halves as `Int4.q` [..., n / 2]:
-    a byte holds two neighbors, which are the low or the high nibbles of two neighboring bytes here."""
-    pairs = np.ascontiguousarray(data).view("<u2")
-    low = (pairs & 0x0F) | (pairs >> 4) & 0xF0
-    high = (pairs >> 4) & 0x0F | (pairs >> 8) & 0xF0
-    return low.astype(np.uint8), high.astype(np.uint8)
-
-
-def _halves(blocks: np.ndarray, num: int) -> np.ndarray:
-    """The fp16 numbers at the start of each block, in fp32 [blocks, num]."""
-    return np.ascontiguousarray(blocks[:, : 2 * num]).view(np.float16).astype(np.float32)
-
-
-def _q4_0(data: np.ndarray) -> tuple[np.ndarray, ...]:
-    """(q - 8) * scale"""
-    blocks = data.reshape(-1, 18)
-    scale = _halves(blocks, 1)
-    return np.concatenate(_packed(blocks[:, 2:]), 1), scale, -8 * scale
-
-
-def _q4_1(data: np.ndarray) -> tuple[np.ndarray, ...]:
-    """q * scale + low"""
-    blocks = data.reshape(-1, 20)
-    halves = _halves(blocks, 2)
-    return np.concatenate(_packed(blocks[:, 4:]), 1), halves[:, :1], halves[:, 1:]
-
-
-# Kinds that are `Int4`: the file's bytes -> q, scale and low, of all groups of 32 numbers in order.
-_UNPACK: dict[int, Callable[[np.ndarray], tuple[np.ndarray, ...]]] = {_Q4_0: _q4_0, _Q4_1: _q4_1}
+def _q4(kind: int, rows: Tensor) -> Int4:
+    """A block of Q4_0: a scale, and codes of (code - 8) * scale; of Q4_1: scale and minimum. Of the codes' 16 bytes, number j is in
+    the low half of byte j, number j + 16 in the high one; a byte of `Int4` has two neighbors."""
+    blocks = rows.view(-1, _BLOCKS[kind][1])
+    affine, pairs = blocks[:, :-16].contiguous().view(torch.float16).float(), blocks[:, -16:].contiguous().view(torch.int16)
+    q = torch.cat((pairs & 0x0F | pairs >> 4 & 0xF0, pairs >> 4 & 0x0F | pairs >> 8 & 0xF0), 1).to(torch.uint8)
+    parts = (q, affine[:, :1], affine[:, 1:] if kind == _Q4_1 else affine * -8)
+    return Int4(*(part.reshape(len(rows), -1).contiguous() for part in parts))
 
 
 # -- Through transformers --------------------------------------------------------------------------------------------------

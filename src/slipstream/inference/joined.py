@@ -20,8 +20,7 @@ from torch import Tensor
 
 from slipstream.inference.config import TransformerConfig
 from slipstream.inference.models import shape_of
-from slipstream.inference.quantize import dequantize
-from slipstream.inference.weights import Matrix
+from slipstream.ops.matrices import Matrix, dequantize
 from slipstream.parallel.exchange import Exchange
 
 

@@ -26,12 +26,11 @@ from slipstream.inference.families import FAMILIES, UnsupportedModel
 from slipstream.inference.gguf_file import GgufFile, GgufTensor, form_of, is_block, matrix, read_gguf
 from slipstream.inference.models import MisfitError, from_hf, from_state, head_name, outline, shape_of
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
-from slipstream.inference.quantize import dequantize, quantize, to_kind
 from slipstream.inference.quantized_files import restored
 from slipstream.inference.runner import why_not_native
 from slipstream.inference.trained import find
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, KQuant, Matrix, mapped
-from slipstream.ops.matrices import blank_of
+from slipstream.inference.weights import DecoderWeights, mapped, quantize
+from slipstream.ops.matrices import Int4, Int8, KQuant, Matrix, blank_of, dequantize, to_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +63,8 @@ def load(
     """
     on = torch.device(device)
     cut_to = None if part is None else partial(_cut, part, on)
-    opening = Opening(parse_dtype(dtype), cut=cut_to, by_layer=by_layer, devices=devices)
-    loaded = _read(source, opening, group_size, on)
+    opening = Opening(parse_dtype(dtype), group=group_size, cut=cut_to, by_layer=by_layer, devices=devices)
+    loaded = _read(source, opening, on)
     kind, has_head = loaded.opening.kind, loaded.config.has_head
     weights = quantize(loaded.weights, kind, group_size, has_head=has_head) if kind in QUANTIZED else loaded.weights
 
@@ -86,30 +85,28 @@ def _cut(part: ModelPart, device: torch.device, config: TransformerConfig) -> Tr
     return replace(part, sums=why_not_native(config, device) is not None).of(config)
 
 
-def _read(source: str | Path | Any, opening: Opening, group: int, device: torch.device) -> LoadedModel:
+def _read(source: str | Path | Any, opening: Opening, device: torch.device) -> LoadedModel:
     """Read a model in its stored dtype. Layers' matrices that are to be quantized are, one by one."""
     path = Path(source) if isinstance(source, str | Path) else None
     if opening.cut is not None and is_config(source):
         raise ValueError("a model without weights is not split: give a folder, a .gguf file, a checkpoint or a live model")
     if path is not None and path.suffix == ".gguf" and path.is_file():
-        return _gguf(path, opening, group, device)
+        return _gguf(path, opening, device)
     opening = opening._replace(kind="stored" if opening.kind == "auto" else opening.kind)
     if is_config(source):
         return _blank(source, opening)
     if path is None:
-        return _live(source, opening, group)
+        return _live(source, opening)
     if path.is_dir():
-        return _folder(path, opening, group)
+        return _folder(path, opening)
     if path.is_file():
         raise ValueError(f"{path} is not a model: give a Hugging Face folder or a .gguf file (pickled weights are never read)")
     sources = "a Hugging Face folder, a .gguf file, a Slipstream checkpoint or a live model"
     raise ValueError(f"there is no {path}; give {sources} (nothing is downloaded)")
 
 
-def _build(
-    config: TransformerConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype
-) -> LoadedModel:
-    kind = opening.kind
+def _build(config: TransformerConfig, state: Mapping[str, Matrix], opening: Opening, stored: torch.dtype) -> LoadedModel:
+    kind, group = opening.kind, opening.group
     if opening.cut is not None:
         config = opening.cut(config)
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind, stored)
@@ -131,20 +128,20 @@ class _LazyState(UserDict[str, Any]):
         return matrix
 
 
-def _live(model: Any, opening: Opening, group: int) -> LoadedModel:
+def _live(model: Any, opening: Opening) -> LoadedModel:
     """A PreTrainedModel, or any model with `.config.to_dict()` and `.state_dict()`. Its storage is shared.
 
     A PreTrainedModel with modules of the caller's own (slipstream.moe.MoE in place of an MLP) is left to its own code.
     """
     if not hasattr(model, "state_dict") or not hasattr(getattr(model, "config", None), "to_dict"):
-    if kinds := {type(tensor).__name__ for tensor in state.values() if is_traceable_wrapper_subclass(tensor)}:
-        raise UnsupportedModel(f"weights of the {type(model).__name__} are {', '.join(kinds)}, which only torch's operations read")
         raise ValueError(f"{type(model).__name__} is not a model: give a Hugging Face folder, a .gguf file or a PreTrainedModel")
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if kinds := {type(tensor).__name__ for tensor in state.values() if is_traceable_wrapper_subclass(tensor)}:
+        raise UnsupportedModel(f"weights of the {type(model).__name__} are {', '.join(kinds)}, which only torch's operations read")
     generation = getattr(model, "generation_config", None)
     config = _with_ends(from_hf(model.config.to_dict()), getattr(generation, "eos_token_id", None))
     try:
-        return _build(config, state, opening, group, _stored(state))
+        return _build(config, state, opening, _stored(state))
     except MisfitError as error:
         if not hasattr(model, "_can_set_experts_implementation"):  # no PreTrainedModel: nothing else runs it
             raise
@@ -181,10 +178,10 @@ def _with_ends(config: TransformerConfig, ends: Any) -> TransformerConfig:
 # -- A folder --------------------------------------------------------------------------------------------------------------
 
 
-def _folder(path: Path, opening: Opening, group: int) -> LoadedModel:
+def _folder(path: Path, opening: Opening) -> LoadedModel:
     if (trained := find(path)) is not None:
         state = trained.state()
-        return _build(from_hf(trained.config), state, opening, group, _stored(state))
+        return _build(from_hf(trained.config), state, opening, _stored(state))
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has neither config.json nor metadata.json: it is no Hugging Face folder and no checkpoint")
     huggingface.check_folder(path)  # transformers never sees an invalid file
@@ -197,12 +194,12 @@ def _folder(path: Path, opening: Opening, group: int) -> LoadedModel:
         config = replace(config, has_head=False)
     config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
     if quantization:
-        return _quantized(path, config, values, quantization, opening, group)
+        return _quantized(path, config, values, quantization, opening)
     weights = safetensors_of(path, keep=opening.kind not in QUANTIZED and not opening.by_layer)
     stored = _stored(weights)
     if opening.kind == "int4" and (path / huggingface.CODES).is_file():
-        weights = _with_codes(path / huggingface.CODES, weights, group, head_name(config))
-    return _build(config, weights, opening, group, stored)
+        weights = _with_codes(path / huggingface.CODES, weights, opening.group, head_name(config))
+    return _build(config, weights, opening, stored)
 
 
 def _with_codes(file: Path, weights: Mapping[str, Matrix], group: int, head: str) -> Mapping[str, Matrix]:
@@ -228,7 +225,7 @@ def _coded(file: Path, name: str, weights: Mapping[str, Matrix]) -> Matrix:
 
 
 def _quantized(
-    path: Path, config: TransformerConfig, values: Mapping[str, Any], quantization: Mapping[str, Any], opening: Opening, group: int
+    path: Path, config: TransformerConfig, values: Mapping[str, Any], quantization: Mapping[str, Any], opening: Opening
 ) -> LoadedModel:
     """A folder whose weights another tool has quantized."""
     if FAMILIES[config.family].transposed:
@@ -238,7 +235,7 @@ def _quantized(
     state: Any = safetensors_of(path, keep=False)
     readers, kind = restored(state, quantization, keep=opening.kind in ("stored", "int4"), dtype=dtype)
     opening = opening._replace(why=f"from {quantization['quant_method']}" + (f": {kind}" if kind else ""))
-    return _build(config, _LazyState(readers), opening, group, stored)
+    return _build(config, _LazyState(readers), opening, stored)
 
 
 def safetensors_of(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
@@ -301,19 +298,18 @@ _GGUF_NAMES = {
 }
 
 
-def _gguf(path: Path, asked: Opening, group: int, device: torch.device) -> LoadedModel:
+def _gguf(path: Path, asked: Opening, device: torch.device) -> LoadedModel:
     file = read_gguf(path)
     config = _gguf_config(path, file)
-    opening = Opening("stored" if asked.kind == "auto" else asked.kind)
+    kind, why = "stored" if asked.kind == "auto" else asked.kind, ""
     all_forms = (KQuant, Int8, Int4) if device.type == "cpu" else (Int4,)  # that the device's kernels have
     sizes = [(math.prod(one.shape), is_block(one), form_of(one, all_forms) is not None) for one in file.tensors.values()]
     if asked.kind == "auto" and any(block for _, block, _ in sizes):
         mostly = sum(size * (2 * kept - 1) for size, block, kept in sizes if block) >= 0
-        opening = choose(sum(size for size, _, _ in sizes) // asked.devices, mostly, device)
-    opening = opening._replace(cut=asked.cut, by_layer=asked.by_layer)
-    forms = {"stored": all_forms, "int4": (Int4,)}.get(opening.kind, ())
-    whole = opening.kind == "stored" and device.type == "cpu"  # the embedding and the head are kept, too
-    wide = torch.float32 if opening.kind in QUANTIZED else FLOATS.get(opening.kind, torch.bfloat16)
+        kind, why = choose(sum(size for size, _, _ in sizes) // asked.devices, mostly, device)
+    forms = {"stored": all_forms, "int4": (Int4,)}.get(kind, ())
+    whole = kind == "stored" and device.type == "cpu"  # the embedding and the head are kept, too
+    wide = torch.float32 if kind in QUANTIZED else FLOATS.get(kind, torch.bfloat16)
     llama = file.metadata["general.architecture"] == "llama"
 
     def read(name: str, stored: GgufTensor) -> Matrix:
@@ -324,7 +320,8 @@ def _gguf(path: Path, asked: Opening, group: int, device: torch.device) -> Loade
         return m if heads is None else _unpermute(m, heads)
 
     readers = {_hf_name(name): partial(read, name, stored) for name, stored in file.tensors.items() if name != "rope_freqs.weight"}
-    return replace(_build(config, _LazyState(readers), opening, group, torch.bfloat16), gguf=file.metadata)
+    opening = asked._replace(kind=kind, why=why)
+    return replace(_build(config, _LazyState(readers), opening, torch.bfloat16), gguf=file.metadata)
 
 
 def _hf_name(name: str) -> str:

@@ -11,15 +11,15 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.inference.config import Latent, Layer, ModelPart, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.families import ACTIVATIONS, FAMILIES, FULL, SLIDING, FamilyRow, Keys, UnsupportedModel
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, KQuant, LayerWeights, Matrix, Mlp, leaves
-from slipstream.ops.matrices import K_BLOCK
+from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp, leaves
+from slipstream.ops.matrices import K_BLOCK, Int4, Int8, KQuant, Matrix
 
 
 class MisfitError(ValueError):
@@ -60,6 +60,7 @@ def from_hf(config: Mapping[str, Any]) -> TransformerConfig:
         "tied": c["tie_word_embeddings"],
         "qkv_bias": bias,
         "out_bias": bias,
+        "mlp_bias": bool(c["mlp_bias"]),
         "end_ids": () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,),
     }
     values |= {name: value(c) if callable(value) else value for name, value in row.fields.items()}
@@ -256,18 +257,6 @@ def _rows(own: slice, num: int) -> Pick:
     return _all if own == slice(0, num) else lambda w: w[own]
 
 
-class _Source(Protocol):
-    """Returns weights by name and checks the shape, which the configuration determines."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def matrix(self, name: str, *shape: int, pick: Pick = _all, inputs: slice | None = None) -> Matrix: ...
-
-    def stored(self, name: str, *shape: int, pick: Pick = _all) -> Matrix: ...
-
-    def tensor(self, name: str, *shape: int, pick: Pick = _all) -> Tensor: ...
-
-
 class _Outline:
     """Returns tensors on meta, and records their names."""
 
@@ -293,7 +282,8 @@ class _Outline:
 
 
 class _State:
-    """Returns the weights of a file or model, matrices after `convert` (`stored`: as they are), and records which were used."""
+    """Returns the weights of a file or model, matrices after `convert` (`stored`: as they are), and records which were used. Checks
+    their shapes."""
 
     def __init__(
         self, state: Mapping[str, Matrix], row: FamilyRow | None = None, convert: Callable[[Matrix], Matrix] | None = None
@@ -328,6 +318,9 @@ class _State:
         if not isinstance(m, Tensor):
             raise ValueError(f"weight {name} is quantized; only matrices can be")
         return pick(m)
+
+
+_Source = _Outline | _State  # of weights by name, whose shape the configuration determines
 
 
 def canonical(row: FamilyRow, name: str) -> str:

@@ -29,12 +29,25 @@ from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import untouched_zeros
 from slipstream.inference.layer_store import LayerStore, WeightMemory, choose
 from slipstream.inference.models import rope_table, shape_of
-from slipstream.inference.quantize import dequantize
 from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.sampler import Draws
-from slipstream.inference.weights import Codes, DecoderWeights, LayerWeights, Matrix, Mlp
+from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp
 from slipstream.ops import build
-from slipstream.ops.matrices import CODES, PANEL, TYPES, MatrixRecord, Table, bias_table, fill, is_centred, record_of, tables_of
+from slipstream.ops.matrices import (
+    CODES,
+    PANEL,
+    TYPES,
+    Codes,
+    Matrix,
+    MatrixRecord,
+    Table,
+    bias_table,
+    dequantize,
+    fill,
+    is_centred,
+    record_of,
+    tables_of,
+)
 from slipstream.ops.pages import Pool, free_pages
 from slipstream.ops.team import MAX_THREADS, Team
 

@@ -27,10 +27,11 @@ _SMALL = 512 << 20  # bytes; small models are fast enough in bf16 on any CPU, an
 
 
 class Opening(NamedTuple):
-    """The precision of a model and the reason for it."""
+    """The precision of a model and the reason for it, and how much of it is read."""
 
     kind: str  # of DTYPES, but not "auto"
     why: str = ""  # for the log; "" if it was requested
+    group: int = 32  # weights per scale of int4
     cut: Callable[[TransformerConfig], TransformerConfig] | None = None  # to what this process opens; None: all
     by_layer: bool = False  # a layer is read when it is packed
     devices: int = 1  # that hold the model together
@@ -50,19 +51,19 @@ def short(kind: str) -> str:
     return _SHORT.get(kind, kind)
 
 
-def choose(num_weights: int, keeps: bool, device: torch.device) -> Opening:
-    """Choose for a file of quantized blocks, see [Note: The rule]. `keeps`: whether most of them can be kept."""
+def choose(num_weights: int, keeps: bool, device: torch.device) -> tuple[str, str]:
+    """The kind for a file of quantized blocks, see [Note: The rule], and why. `keeps`: whether most of them can be kept."""
     free = free_memory(device)
     wide, limit = 2 * num_weights, free * _EASILY[device.type]
     fast = device.type == "cuda" or cpu.isa() in ("avx512bf16", "")  # "": torch computes
     sizes = f"{_gb(wide)} in bf16, {_gb(free)} free"
     if wide <= limit and (fast or wide <= _SMALL):
         hint = "; dtype stored keeps the file's blocks" if keeps else ""
-        return Opening("bfloat16", f"{sizes}{hint}")
+        return "bfloat16", f"{sizes}{hint}"
     if wide / 2 <= limit or not keeps:
         slow = "; this CPU has no bf16 instructions" if wide <= limit else ""
-        return Opening("int8", f"{sizes}{slow}")
-    return Opening("stored", sizes)
+        return "int8", f"{sizes}{slow}"
+    return "stored", sizes
 
 
 def _gb(nbytes: float) -> str:

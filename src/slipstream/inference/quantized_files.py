@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.inference.quantize import dequantize, unpack
-from slipstream.inference.weights import Int4, Int8, Matrix
+from slipstream.ops.matrices import Int4, Int8, Matrix, dequantize, unpack
 
 __all__ = ["Restored", "restored"]
 

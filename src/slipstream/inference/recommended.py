@@ -19,11 +19,8 @@ _GGUF = {  # llama.cpp's keys
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-_CARDS: dict[
-    tuple[str, str], Mapping[str, Any]
-] = {  # by general.basename and .organization: settings that are only on the model card
-    ("smollm2", "HuggingFaceTB"): {"temperature": 0.2, "top_p": 0.9}
-}
+# By general.basename and .organization: settings that are only on the model card.
+_CARDS: dict[tuple[str, str], Mapping[str, Any]] = {("smollm2", "HuggingFaceTB"): {"temperature": 0.2, "top_p": 0.9}}
 
 
 def of_generation(generation: Mapping[str, Any]) -> dict[str, Any]:

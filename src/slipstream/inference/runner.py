@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.inference.layer_store import WeightMemory
-    from slipstream.inference.native import NativeDecoder
     from slipstream.inference.ranks import ServingRanks
     from slipstream.inference.weights import DecoderWeights
 
@@ -63,92 +62,62 @@ class Opened(NamedTuple):
     close: Callable[[], object] = bool  # frees the file of layers on disk; no forward may run afterwards
 
 
-def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, available: int) -> int:
-    """`sizes.num_blocks`, or as many as `max_running` contexts need in kv_cache_bytes or `available`. Raises ValueError below 2."""
-    block_bytes = bytes_per_block(shapes, BLOCK_SIZE, dtype)
-    limit = available if sizes.kv_cache_bytes is None else sizes.kv_cache_bytes
-    blocks = sizes.num_blocks or min(limit // block_bytes, sizes.max_running * -(-context // BLOCK_SIZE))
-    if blocks < 2:
-        raise ValueError(
-            f"{limit:,} bytes for keys and values hold {blocks} blocks of {BLOCK_SIZE} tokens, {block_bytes:,} bytes each; "
-            f"raise kv_cache_bytes ({block_bytes * -(-context // BLOCK_SIZE):,} hold one context of {context} tokens)"
-        )
-    return blocks
-
-
-def open_decoder(
+def open_forward(
     config: TransformerConfig, weights: DecoderWeights, device: torch.device, dtype: torch.dtype, sizes: Sizes
 ) -> Opened:
-    """`dtype`: of the arithmetic, and of the cache if the forward supports it. Raises ValueError for what needs the native one."""
+    """Of a decoder, or of a model that embeds texts, whose cache holds those of one forward (`embedding.ROWS` tokens, or one text).
+    `dtype`: of the arithmetic, and of the cache if the forward supports it. Raises ValueError for what needs the native one."""
     from slipstream.inference import native
     from slipstream.inference.decoder import head_shapes
+    from slipstream.inference.embedding import ROWS
 
     config, ranks = replace(config, max_context=_context(config.max_context, sizes)), sizes.ranks
-    on_cpu, reason = device.type == "cpu", _why_no_kernels(config, weights, device)
-    cache_dtype = torch.bfloat16 if on_cpu and reason is None and dtype == torch.float16 else dtype
-    blocks = _blocks(head_shapes(config), cache_dtype, sizes, config.max_context, device)
-    blocks = blocks if ranks is None else min(ranks.gather(blocks))
-    if on_cpu and reason is None:
+    reason = _why_no_kernels(config, weights, device)
+    is_native = device.type == "cpu" and reason is None
+    if config.has_head:
+        cache_dtype = torch.bfloat16 if is_native and dtype == torch.float16 else dtype
+        blocks = _blocks(head_shapes(config), cache_dtype, sizes, config.max_context, device)
+        blocks = blocks if ranks is None else min(ranks.gather(blocks))
+    else:
+        cache_dtype = torch.float32 if is_native else dtype
+        blocks = max(-(-config.max_context // BLOCK_SIZE), 2 * ROWS // BLOCK_SIZE)
+        if sizes.memory is not None:
+            raise ValueError("a model that embeds texts has all layers in memory: leave out weights_bytes and weights_folder")
+        if ranks is not None:
+            ranks.max_rows = max(ranks.gather(max(ROWS, config.max_context)))
+    if is_native:
         more: dict[str, Any] = {"threads": sizes.threads, "expert_nbytes": sizes.expert_nbytes, "memory": sizes.memory}
-        more["ranks"] = ranks
+        more |= {"ranks": ranks, "keeps": config.has_head}
         runner = native.NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype, **more)
-        forward = f"native kernels, {_workers(runner)}"
+        workers = f"{runner.threads} threads{'' if ranks is None else f' in each of {ranks.size} processes'}"
+        forward = f"native kernels, {workers}"
         if runner.layer_store is not None:
             on_disk = f"{runner.layer_store.num_layers} of {len(config.layers)} layers on disk"
             return Opened(runner, f"{forward}, {on_disk}", close=runner.layer_store.close)
         if runner.store is None:
             return Opened(runner, forward)
-        return Opened(runner, f"{forward}, {runner.store.describe()}", runner.store.use)
+        in_memory = f"{runner.store.num_slots} of {runner.store.num_experts} experts in memory, the others on disk"
+        return Opened(runner, f"{forward}, {in_memory}", runner.store.use)
     if any((sizes.expert_nbytes, sizes.memory)):
         why = reason or f"it is on {device}"
         raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU, which do not compute this model: {why}")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=cache_dtype, device=device)
-    return _on_cache(config, weights, cache, dtype, reason, ranks, max_batch=sizes.max_running)
-
-
-def open_encoder(
-    config: TransformerConfig, weights: DecoderWeights, device: torch.device, dtype: torch.dtype, sizes: Sizes
-) -> Opened:
-    """A forward whose cache holds the texts of one forward (`embedding.ROWS` tokens, or one text), in fp32 on a CPU."""
-    from slipstream.inference import native
-    from slipstream.inference.decoder import head_shapes
-    from slipstream.inference.embedding import ROWS
-
-    if sizes.memory is not None:
-        raise ValueError("a model that embeds texts has all layers in memory: leave out weights_bytes and weights_folder")
-    config = replace(config, max_context=_context(config.max_context, sizes))
-    blocks = max(-(-config.max_context // BLOCK_SIZE), 2 * ROWS // BLOCK_SIZE)
-    on_cpu, ranks, reason = device.type == "cpu", sizes.ranks, _why_no_kernels(config, weights, device)
-    if ranks is not None:
-        ranks.max_rows = max(ranks.gather(max(ROWS, config.max_context)))
-    if on_cpu and reason is None:
-        options: dict[str, Any] = {"cache_dtype": torch.float32, "threads": sizes.threads, "keeps": False, "ranks": ranks}
-        runner = native.NativeDecoder(config, weights, num_blocks=blocks, **options)
-        return Opened(runner, f"native kernels, {_workers(runner)}")
-    cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device)
-    return _on_cache(config, weights, cache, dtype, reason, ranks, max_batch=0, embeds=True)
+    return _on_cache(config, weights, cache, dtype, reason, sizes)
 
 
 def _on_cache(
-    config: TransformerConfig,
-    weights: DecoderWeights,
-    cache: KVCache,
-    dtype: torch.dtype,
-    reason: str | None,
-    ranks: ServingRanks | None,
-    *,
-    max_batch: int,
-    embeds: bool = False,
+    config: TransformerConfig, weights: DecoderWeights, cache: KVCache, dtype: torch.dtype, reason: str | None, sizes: Sizes
 ) -> Opened:
     """The Triton kernels, or plain torch if there is a reason against them. Collective with ranks."""
     from slipstream.inference.decoder import Decoder
 
+    ranks, max_batch = sizes.ranks, sizes.max_running if config.has_head else 0
     exchange = None if ranks is None else ranks.exchange(cache.device)
     if ranks is not None and len(reasons := set(ranks.gather(reason))) > 1:
         raise ValueError(f"some ranks have the Triton kernels and others compute by torch: {reasons}; give all the same")
     if reason is not None:
         own = Decoder(config, weights, cache, dtype, exchange)
-        return _over(own, f"torch ({reason})", cache.device, ranks, embeds=embeds)
+        return _over(own, f"torch ({reason})", cache.device, ranks, embeds=not config.has_head)
     from slipstream.inference.cuda import CudaDecoder
 
     captures = ranks is None or ranks.over_nccl  # gloo's operations are no part of a graph
@@ -158,7 +127,7 @@ def _on_cache(
         ranks.gather("ready")  # an operation in a graph waits on the GPU for the other processes'
         kernels.capture(max_batch)
     forward = "Triton kernels" if captures else "Triton kernels without CUDA graphs"
-    return _over(kernels, forward, cache.device, ranks, embeds=embeds)
+    return _over(kernels, forward, cache.device, ranks, embeds=not config.has_head)
 
 
 def _over(own: Runner, forward: str, device: torch.device, ranks: ServingRanks | None, *, embeds: bool = False) -> Opened:
@@ -169,10 +138,6 @@ def _over(own: Runner, forward: str, device: torch.device, ranks: ServingRanks |
 
     transport = "" if device.type == "cpu" else " over NCCL" if ranks.over_nccl else " over gloo: they share a GPU"
     return Opened(RanksRunner(own, ranks, device, embeds=embeds), f"{forward} in {ranks.size} processes{transport}")
-
-
-def _workers(runner: NativeDecoder) -> str:
-    return f"{runner.threads} threads{'' if runner.ranks is None else f' in each of {runner.ranks.size} processes'}"
 
 
 def _why_no_kernels(config: TransformerConfig, weights: DecoderWeights, device: torch.device) -> str | None:
@@ -206,13 +171,21 @@ def _context(limit: int, sizes: Sizes) -> int:
 
 
 def _blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, device: torch.device) -> int:
-    sharing = sizes.replicas * (1 if sizes.ranks is None else sizes.ranks.sharing)  # processes that divide the memory
-    available = int(free_memory(device) * _SHARE[device.type]) // sharing
-    if sizes.spare_bytes is not None:
-        available = max(0, free_memory(device) - sizes.spare_bytes) // sharing
-    elif device.type == "cpu":
-        available = min(available, _MAX_ON_CPU)
-    return num_blocks(shapes, dtype, sizes, context, available)
+    """`sizes.num_blocks`, or as many as `max_running` contexts need in kv_cache_bytes; by default in this process's share of free
+    memory. Raises ValueError below 2."""
+    limit, block_bytes = sizes.kv_cache_bytes, bytes_per_block(shapes, BLOCK_SIZE, dtype)
+    if limit is None:
+        sharing = sizes.replicas * (1 if sizes.ranks is None else sizes.ranks.sharing)  # processes that divide the memory
+        free = free_memory(device)
+        limit = int(free * _SHARE[device.type] if sizes.spare_bytes is None else max(0, free - sizes.spare_bytes)) // sharing
+        limit = min(limit, _MAX_ON_CPU) if device.type == "cpu" and sizes.spare_bytes is None else limit
+    blocks = sizes.num_blocks or min(limit // block_bytes, sizes.max_running * -(-context // BLOCK_SIZE))
+    if blocks < 2:
+        raise ValueError(
+            f"{limit:,} bytes for keys and values hold {blocks} blocks of {BLOCK_SIZE} tokens, {block_bytes:,} bytes each; "
+            f"raise kv_cache_bytes ({block_bytes * -(-context // BLOCK_SIZE):,} hold one context of {context} tokens)"
+        )
+    return blocks
 
 
 def free_memory(device: torch.device) -> int:

@@ -18,8 +18,8 @@ from torch import Tensor
 from slipstream.inference.config import TransformerConfig
 from slipstream.inference.families import FAMILIES
 from slipstream.inference.models import Pick, canonical, head_name, is_surplus, places
-from slipstream.inference.quantize import to_int4, to_int8
-from slipstream.inference.weights import Codes, DecoderWeights, Int4, Int8, Matrix, leaves
+from slipstream.inference.weights import DecoderWeights, leaves
+from slipstream.ops.matrices import Codes, Int4, Int8, Matrix, to_int4, to_int8
 
 _WRAPPERS = re.compile(r"^((base_model\.model|module|_orig_mod)\.)+")  # the prefixes of PEFT, DDP and torch.compile
 

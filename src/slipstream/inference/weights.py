@@ -1,4 +1,9 @@
-"""A transformer's weights by role, independent of the file format. Row-major [out, in] as in `nn.Linear`."""
+"""A transformer's weights by role, independent of the file format. Row-major [out, in] as in `nn.Linear`.
+
+`quantize` makes matrices int8 (per output channel) or int4 (per group of inputs): those of attention and MLPs (experts included).
+Norms, biases, the router (its top-k is discontinuous) and the embedding (a lookup, not a product) stay. The output matrix is int8
+for both kinds, because its error goes directly into the logits.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.ops.matrices import Codes, Int4, Int8, KQuant, Matrix
+from slipstream.ops.matrices import Int4, Int8, KQuant, Matrix, to_int8, to_kind
 
-__all__ = ["Codes", "DecoderWeights", "Int4", "Int8", "KQuant", "LayerWeights", "Matrix", "Mlp", "leaves", "mapped", "put"]
+_QUANTIZED = ("q", "k", "v", "out", "latent", "q_latent", "gate", "up", "down", "embed_in", "embed_out")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,21 +67,12 @@ class LayerWeights:
 
     @property
     def dense_mlp(self) -> Mlp:
-        if self.mlp is None:
-            raise ValueError("this layer has experts and no MLP of its own")
+        assert self.mlp is not None, "this layer has experts and no MLP of its own"
         return self.mlp
 
     @property
-    def latents(self) -> tuple[Matrix, Tensor]:
-        """The matrix of a key and the norm of its latent."""
-        if self.latent is None or self.latent_norm is None:
-            raise ValueError("this layer's attention has no latents")
-        return self.latent, self.latent_norm
-
-    @property
     def routing(self) -> Tensor:
-        if self.router is None:
-            raise ValueError("this layer has no experts, and so no router")
+        assert self.router is not None, "this layer has no experts, and so no router"
         return self.router
 
 
@@ -135,3 +131,17 @@ def put(weights: DecoderWeights, role: str, weight: Matrix) -> None:
         owner[int(name)] = weight
     else:
         setattr(owner, name, weight)
+
+
+def quantize(weights: DecoderWeights, kind: str, group: int = 32, *, has_head: bool = True) -> DecoderWeights:
+    """The same decoder with matrices of `kind`, "int8" or "int4"; int8 for both if the group size does not divide the inputs. Those
+    that are quantized already stay as they are."""
+    if kind not in ("int8", "int4"):
+        raise ValueError(f'kind is {kind!r}; it must be "int8" or "int4"')
+
+    def quantized(role: str, m: Matrix) -> Matrix:
+        return to_kind(m, kind, group) if role.rpartition(".")[2] in _QUANTIZED and isinstance(m, Tensor) else m
+
+    head = weights.embed if weights.head is None else weights.head
+    weights = mapped(weights, quantized)
+    return replace(weights, head=to_int8(head) if isinstance(head, Tensor) else head) if has_head else weights
