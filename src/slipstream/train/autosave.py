@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -28,15 +28,24 @@ from slipstream.world.join import local_rank, local_world_size
 from slipstream.world.mesh import Axis, Mesh
 from slipstream.zero.comm import gather_objects
 
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
-
 logger = logging.getLogger(__name__)
 SAVE, STOP = 1.0, 2.0  # wishes of a rank; the largest of all ranks is done
 
 
 class Preempted(SystemExit):
     """Raised by `engine.step()` on every rank when a signal asked for a checkpoint, and it is saved."""
+
+
+class Saved(Protocol):
+    """What the checkpoints need of an engine."""
+
+    global_steps: int
+
+    def save_checkpoint(self, save_dir: str, tag: str | None = None) -> bool: ...
+
+    def finish_save(self) -> None: ...
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None) -> Any: ...
 
 
 class Autosave:
@@ -83,7 +92,7 @@ class Autosave:
         is_due = self.plan.every_minutes and time.monotonic() - self._last >= 60 * self.plan.every_minutes
         return SAVE if is_due and self.is_first else 0.0
 
-    def after_step(self, engine: Engine, wish: float) -> None:
+    def after_step(self, engine: Saved, wish: float) -> None:
         """Save if a rank wished it or the step is due. Collective. Raises Preempted if a rank got a signal."""
         if (
             engine.global_steps == 1
@@ -109,7 +118,7 @@ class Autosave:
                 logger.warning("step %d is saved after a signal; exit code %d", engine.global_steps, brief.AGAIN)
             raise Preempted(brief.AGAIN)
 
-    def _save_in_memory(self, engine: Engine, folder: str) -> None:
+    def _save_in_memory(self, engine: Saved, folder: str) -> None:
         """Collective, and never the end of training: where memory does not suffice, there are no more of them."""
         try:
             engine.save_checkpoint(folder)
@@ -118,7 +127,7 @@ class Autosave:
             if self.is_first:
                 logger.warning("no more checkpoints in memory: %s", error)
 
-    def resume(self, engine: Engine) -> None:
+    def resume(self, engine: Saved) -> None:
         """Load the newest checkpoint of the folder or in memory, if the config asks for it. Collective."""
         if self.plan.folder is None or not self.plan.resume:
             return
@@ -127,7 +136,7 @@ class Autosave:
         if any(gather_objects(os.path.isdir(self.plan.folder), self._world)):  # a host that is new may lack its own
             engine.load_checkpoint(self.plan.folder)
 
-    def _resume_from_memory(self, engine: Engine, memory: str, disk: str) -> bool:
+    def _resume_from_memory(self, engine: Saved, memory: str, disk: str) -> bool:
         on_disk = _steps_in(disk, self._group)
         try:
             if self.hosts is not None and not complete_newest(memory, self.hosts, on_disk):

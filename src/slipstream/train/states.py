@@ -7,14 +7,15 @@ the engine.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.checkpoint import FlatSlice
 from slipstream.config.plan import Plan
 from slipstream.ops.disk import DiskError
 from slipstream.ops.wire import Feedback
@@ -28,13 +29,39 @@ from slipstream.zero.build import Recipe
 from slipstream.zero.comm import Comm, first_said
 from slipstream.zero.hooks import Hooks, Slots
 from slipstream.zero.storage.homes import Homes
-from slipstream.zero.storage.store import Needs, Spaces
+from slipstream.zero.storage.store import Needs, Spaces, Store
 from slipstream.zero.unit import Comms, Unit
 
 if TYPE_CHECKING:
-    from slipstream.train.ema import Ema
-    from slipstream.train.local_steps import LocalSteps
     from slipstream.train.sleep import Asleep
+
+
+class Average(Protocol):
+    """The interface of slipstream.ema.Ema that an engine uses."""
+
+    num_updates: int
+
+    def tensors(self) -> dict[str, FlatSlice]:
+        """This rank's ranges of the averages, by their names in a checkpoint."""
+
+    def stores(self) -> Iterable[Store]:
+        """The stores of the averages."""
+
+    def restart(self, names: Collection[str]) -> None:
+        """Restart the averages of these parameters from their current values."""
+
+
+class Outer(Protocol):
+    """The interface of train/local_steps.py that an engine uses."""
+
+    def before(self, method: str) -> None:
+        """Make the replicas' weights equal before a call that reads them. Collective."""
+
+    def tensors(self) -> dict[str, FlatSlice]:
+        """This rank's ranges of the outer optimizer's momentum, by their names in a checkpoint."""
+
+    def restart(self, loaded: Collection[str]) -> None:
+        """Go on from masters that were loaded, and from the momentum under these names."""
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
@@ -67,14 +94,14 @@ class States:
     after_update: list[Callable[[], None]] = field(default_factory=list)  # called at the end of each step that updated the weights
     suspects: list[Callable[[], str]] = field(default_factory=list)  # what may have made gradients not finite; "" for nothing
     on_hooks: list[Callable[[Hooks], None]] = field(default_factory=list)  # called with the hooks, and with new ones after surgery
-    outer: LocalSteps | None = None
-    average_ref: Callable[[], Ema | None] = lambda: None  # the user owns it
+    outer: Outer | None = None  # train/local_steps.py
+    average_ref: Callable[[], Average | None] = lambda: None  # of the slipstream.ema.Ema of these states; the user owns it
 
     def __post_init__(self) -> None:
         self.updater = Updater(self.units, self.steps)
 
     @property
-    def average(self) -> Ema | None:
+    def average(self) -> Average | None:
         return self.average_ref()
 
     def hook(self, hooks: Hooks) -> None:
