@@ -6,94 +6,28 @@ optimizer  masters and optimizer states
 weights    parameters; accessing one while it is moved away raises an error that names it
 gradients  gradient buffers, with their contents in the middle of a window, and transfer buffers
 
-States that are already offloaded stay where they are. A tensor keeps its identity: its storage is resized to zero and back.
+States that are already offloaded stay where they are.
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.ops.disk import Disk, DiskError
+from slipstream.ops.disk import DiskError
+from slipstream.train.asleep import Asleep
 from slipstream.train.gate import Obstacle
 from slipstream.train.states import States
 from slipstream.zero.comm import first_said
 from slipstream.zero.placement import Tier
-from slipstream.zero.shared import free_pages
-from slipstream.zero.storage.store import CodedStore, HostStore, MemoryStore, Space, Store, pieces, range_nbytes
+from slipstream.zero.storage.store import CodedStore, HostStore, MemoryStore, Store
 
 KINDS = ("optimizer", "weights", "gradients")
-
-
-class Asleep:
-    """The states that an engine's sleep moved away, and their copies."""
-
-    def __init__(self, kinds: Iterable[str], device: torch.device, folder: Path | None) -> None:
-        self.kinds = frozenset(kinds)
-        self.device, self.folder = device, folder
-        self._space: Space | None = None
-        self._gone: list[tuple[Tensor, int, Store | Tensor | None]] = []
-
-    def take(self, tensors: list[tuple[Tensor, bool]]) -> int:
-        """Copy the tensors away (each with whether to keep its contents); returns their bytes. `empty` then frees their memory."""
-        if self.folder is not None:
-            nbytes = sum(range_nbytes(tensor.numel(), tensor.element_size()) for tensor, counts in tensors if counts)
-            self._space = Space(partial(Disk, str(self.folder)), max(nbytes, 1))
-        for tensor, counts in tensors:
-            self._gone.append((tensor, tensor.untyped_storage().nbytes(), self._save(tensor) if counts else None))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return sum(tensor.nbytes for tensor, _, _ in self._gone)
-
-    def empty(self) -> None:
-        """Free the memory, once all ranks have saved; each rank frees its own part of shared memory."""
-        for tensor, _, _ in self._gone:
-            if tensor.untyped_storage().resizable():
-                tensor.untyped_storage().resize_(0)
-            else:
-                free_pages(tensor)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def bring_back(self) -> str:
-        """Restore all tensors; returns the first disk error, "" for none. All memory is allocated again either way."""
-        error = ""
-        for tensor, nbytes, saved in self._gone:
-            if tensor.untyped_storage().resizable():
-                tensor.untyped_storage().resize_(nbytes)
-            if isinstance(saved, Store):
-                try:
-                    for start, stop in pieces(saved.numel):
-                        tensor[start:stop].copy_(saved.get(start, stop))
-                except DiskError as failed:
-                    error = error or str(failed)
-            elif saved is not None:
-                tensor.copy_(saved, non_blocking=True)
-            else:
-                tensor.zero_()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.close()
-        return error
-
-    def close(self) -> None:
-        if self._space is not None:
-            self._space.close()
-        self._gone, self._space = [], None
-
-    def _save(self, tensor: Tensor) -> Store | Tensor:
-        if self._space is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        store = self._space.store(tensor.numel(), tensor.dtype)
-        for start, stop in pieces(tensor.numel()):
-            store.put(start, tensor[start:stop].cpu())
-        return store
 
 
 def check(include: Iterable[str] | None, device: str, path: str | None, own: torch.device) -> tuple[str, ...]:

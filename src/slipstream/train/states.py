@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -21,6 +21,7 @@ from slipstream.ops.disk import DiskError
 from slipstream.ops.wire import Feedback
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.parallel.exchange import Exchange, connect_activations
+from slipstream.train.asleep import Asleep
 from slipstream.train.gate import Gate, Obstacle
 from slipstream.train.updater import Updater
 from slipstream.world.mesh import Axis, Differs, Mesh
@@ -31,10 +32,6 @@ from slipstream.zero.hooks import Hooks, Slots
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.store import Needs, Spaces, Store
 from slipstream.zero.unit import Comms, Unit
-
-if TYPE_CHECKING:
-    from slipstream.train.sleep import Asleep
-
 
 class Average(Protocol):
     """The interface of slipstream.ema.Ema that an engine uses."""
