@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 HOSTFILE = "/job/hostfile"
 _LONGEST = 1 << 30  # bytes of a line
@@ -76,8 +77,7 @@ def ds_ssh() -> int:
 
 async def _on_all(hosts: Sequence[str], line: str) -> int:
     """The largest exit code. A signal ends the command on all hosts: each has a terminal (-tt), which hangs up."""
-    task, signals = asyncio.current_task(), list[int]()
-    assert task is not None, "a coroutine runs in a task"
+    task, signals = cast("asyncio.Task[Any]", asyncio.current_task()), list[int]()
 
     def stop(number: int) -> None:
         signals.append(number)
@@ -102,9 +102,8 @@ async def _on_host(host: str, line: str) -> int:
     process = await asyncio.create_subprocess_exec(
         *argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, limit=_LONGEST, start_new_session=True
     )
-    assert process.stdout is not None, "stdout is a pipe"
     try:
-        async for text in process.stdout:
+        async for text in cast("asyncio.StreamReader", process.stdout):
             sys.stdout.write(f"{host}: {text.decode(errors='replace').rstrip()}\n")
             sys.stdout.flush()
         return await process.wait()

@@ -270,14 +270,7 @@ class InferenceEngine(nn.Module):
             failed = error
         kinds = (OneTokenError,) if examples is None else (OneTokenError, ForwardError)
         waits = isinstance(failed, kinds)  # for a call that shows more
-        own = type(failed).__name__ if waits else repr(failed) if failed else trial and trial.partition
-        outcomes: list[Any] = [None] * axis.size
-        dist.all_gather_object(outcomes, own)
-        other = next((f"rank {rank}: {one}" for rank, one in enumerate(outcomes) if one != own), "")
-        if failed is not None and not waits:
-            raise failed.__cause__ if isinstance(failed, ForwardError) and failed.__cause__ else failed
-        if other:
-            raise ValueError(f"rank {axis.index} has found another plan of tensor parallelism ({own}) than {other}")
+        _agree(axis, type(failed).__name__ if waits else repr(failed) if failed else trial and trial.partition, failed, waits)
         if waits:
             logger.warning("%s is whole until a call shows how it can be cut: %s", type(self.module).__name__, failed)
         return trial
@@ -314,6 +307,16 @@ def _axis(size: int) -> Axis:
     if world != size:
         raise ValueError(f"tensor_parallel is {size}, and {world} ranks run this: start it by slipstream run --nproc {size} SCRIPT")
     return Axis("tp", dist.group.WORLD, tuple(range(size)), dist.get_rank(), size)
+
+
+def _agree(axis: Axis, own: Any, failed: Exception | None, waits: bool) -> None:
+    """Raise this rank's error unless it waits, and ValueError where ranks have found different plans. Collective."""
+    outcomes: list[Any] = [None] * axis.size
+    dist.all_gather_object(outcomes, own)
+    if failed is not None and not waits:
+        raise failed.__cause__ if isinstance(failed, ForwardError) and failed.__cause__ else failed
+    if other := next((f"rank {rank}: {one}" for rank, one in enumerate(outcomes) if one != own), ""):
+        raise ValueError(f"rank {axis.index} has found another plan of tensor parallelism ({own}) than {other}")
 
 
 def _rows_named(config: DeepSpeedInferenceConfig) -> Policy:

@@ -238,9 +238,9 @@ class Decoder:
 
     def _latents(self, latent: Latent, w: LayerWeights, h_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Queries of the size of keys, [T, H, D], and the keys, [T, 1, D]."""
-        assert w.latent is not None and w.latent_norm is not None, "the configuration has latents"
-        turned, rest = linear(h_TE, w.latent, w.latent_bias).split((latent.rotary_dim, latent.rank), 1)
-        key = torch.cat([turned, self._norm(rest, w.latent_norm, latent.eps)], 1)
+        matrix, norm = w.latents
+        turned, rest = linear(h_TE, matrix, w.latent_bias).split((latent.rotary_dim, latent.rank), 1)
+        key = torch.cat([turned, self._norm(rest, norm, latent.eps)], 1)
         if w.q_latent is not None and w.q_latent_norm is not None:
             h_TE = self._norm(linear(h_TE, w.q_latent, w.q_latent_bias), w.q_latent_norm, latent.eps)
         q_THD = linear(h_TE, w.q).unflatten(1, (-1, latent.plain_dim + latent.rotary_dim))

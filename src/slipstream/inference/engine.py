@@ -289,9 +289,8 @@ class Engine:
             self._check_open()
             used, salt = self._adapter(adapter, salt)
             self._scheduler.check(len(ids), tenant)  # before the schema is compiled and n answers allocated; `add` checks again
-        ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos or params.constrained:  # after complete JSON the grammar allows only an end token
-            ends |= self.end_ids
+        stops = params.ignore_eos and not params.constrained  # after complete JSON the grammar allows only an end token
+        ends = frozenset(params.stop_token_ids) | (frozenset() if stops else self.end_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         handle, now = Handle(f"request-{next(self._ids)}", sink), time.perf_counter()
         for index in range(n):

@@ -67,12 +67,21 @@ class LayerWeights:
 
     @property
     def dense_mlp(self) -> Mlp:
-        assert self.mlp is not None, "this layer has experts and no MLP of its own"
+        if self.mlp is None:
+            raise ValueError("this layer has experts and no MLP of its own")
         return self.mlp
 
     @property
+    def latents(self) -> tuple[Matrix, Tensor]:
+        """The matrix of a key and the norm of its latent."""
+        if self.latent is None or self.latent_norm is None:
+            raise ValueError("this layer's attention has no latents")
+        return self.latent, self.latent_norm
+
+    @property
     def routing(self) -> Tensor:
-        assert self.router is not None, "this layer has no experts, and so no router"
+        if self.router is None:
+            raise ValueError("this layer has no experts, and so no router")
         return self.router
 
 

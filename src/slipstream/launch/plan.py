@@ -191,10 +191,15 @@ def rates_of(stated: Sequence[str]) -> dict[str, float]:
     return rates
 
 
-def execute(options: argparse.Namespace) -> int:
+def _check_ranks(options: argparse.Namespace) -> None:
+    """Refuse what has no effect with --ranks, or without."""
     if idle := [name for name in (_WITHOUT_RANKS if options.ranks else _WITH_RANKS) if getattr(options, name)]:
         name = "the config" if idle[0] == "config" else f"--{idle[0].replace('_', '-')}"
         raise ValueError(f"{name} has no effect {'with' if options.ranks else 'without'} --ranks: leave it out")
+
+
+def execute(options: argparse.Namespace) -> int:
+    _check_ranks(options)
     if options.ranks:
         return compare_layouts(options)
     if options.config is None:
@@ -219,8 +224,11 @@ def execute(options: argparse.Namespace) -> int:
         print("".join(f"note: {note}\n" for note in loaded.notes))
     if (options.model or options.num_params) and plan.mesh.model_size * plan.experts.size > 1:
         return _cost_of_parts(options, plan)
-    if options.model:
-        return _forecast(options, plan)
+    return _forecast(options, plan) if options.model else _sizes(options, plan)
+
+
+def _sizes(options: argparse.Namespace, plan: Plan) -> int:
+    """Print the bytes of a rank by a number of parameters. Refuses what needs a model."""
     for option in ("memory", "batch_shape", "batch", "activations", "json"):
         if getattr(options, option):
             name = option.replace("_", "-")
@@ -349,18 +357,24 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     if options.memory and profile_of is not None and rates is not None:
         tried = propose.survey(model, plan, options.world, device, folder, rates, profile_of, options.memory)
         proposals = propose.choose(tried, options.memory)
-    num_params = sum(parameter.numel() for parameter in model.parameters())
+    _print_forecast(options, sum(parameter.numel() for parameter in model.parameters()), forecast, proposals)
+    return 1 if isinstance(proposals, propose.Least) else 0
+
+
+def _print_forecast(options: argparse.Namespace, num_params: int, forecast: Any, proposals: Any) -> None:
+    """proposals: those that fit, the least that any needs, or None without a memory budget."""
+    from slipstream.train.planning import explain, propose
+
     if options.json:
         fitting = proposals[:_MAX_PROPOSALS] if isinstance(proposals, list) else []
         rows = [{"changes": proposal.changes, **explain.as_dict(proposal.forecast)} for proposal in fitting]
         print(json.dumps({"parameters": num_params, **explain.as_dict(forecast), "proposals": rows}))
-    else:
-        print(f"{num_params:,} parameters\n\n{explain.table(forecast)}")
-        if options.activations:
-            print("\nThe model was not run: activations are those given, and compute time is not included.")
-        if proposals is not None:
-            print(f"\n{propose.table(proposals, options.memory, _MAX_PROPOSALS)}")
-    return 1 if isinstance(proposals, propose.Least) else 0
+        return
+    print(f"{num_params:,} parameters\n\n{explain.table(forecast)}")
+    if options.activations:
+        print("\nThe model was not run: activations are those given, and compute time is not included.")
+    if proposals is not None:
+        print(f"\n{propose.table(proposals, options.memory, _MAX_PROPOSALS)}")
 
 
 def _profiles(

@@ -97,15 +97,22 @@ def _node_of_this_host(options: argparse.Namespace, around: HostState, chosen: S
         wanted, num_nodes, node_rank = f"--elastic {options.elastic}", int(options.elastic.partition(":")[2]), 0
     else:
         num_nodes = len(chosen) if around.hostfile is not None else options.num_nodes or known.num_nodes
-        wanted, node_rank = f"--num_nodes {num_nodes}", known.node_rank if options.node_rank is None else options.node_rank
-        if options.node_rank is None and place is None and num_nodes > 1:
-            raise ValueError(f"{wanted} needs --node_rank 0..{num_nodes - 1} on each node, or a --hostfile to start all from here")
-        if not 0 <= node_rank < num_nodes:
-            raise ValueError(f"--node_rank {node_rank} must be in 0..{num_nodes - 1} for {num_nodes} node(s); set --num_nodes")
+        wanted, node_rank = f"--num_nodes {num_nodes}", _node_rank(options.node_rank, place, num_nodes)
     master = options.master_addr or known.master_addr or (chosen[0].name if around.hostfile is not None else None)
     if num_nodes > 1 and master is None:
         raise ValueError(f"{wanted} needs --master_addr, the name or address of the host where all meet, the same on all hosts")
     return Node(num_nodes, node_rank, master, options.master_port or known.master_port)
+
+
+def _node_rank(stated: int | None, place: Node | None, num_nodes: int) -> int:
+    if stated is None and place is None and num_nodes > 1:
+        raise ValueError(
+            f"--num_nodes {num_nodes} needs --node_rank 0..{num_nodes - 1} on each node, or a --hostfile to start all from here"
+        )
+    node_rank = stated if stated is not None else place.node_rank if place else 0
+    if not 0 <= node_rank < num_nodes:
+        raise ValueError(f"--node_rank {node_rank} must be in 0..{num_nodes - 1} for {num_nodes} node(s); set --num_nodes")
+    return node_rank
 
 
 def _exports(around: HostState) -> tuple[dict[str, str], list[str]]:

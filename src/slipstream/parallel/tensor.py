@@ -123,18 +123,23 @@ class Slices:
                 generator.set_state(state)
             self._outside = None
 
+    @property
+    def token_dim(self) -> int:
+        if self.tokens is None:
+            raise ValueError("tokens are not shared between the ranks of tp")
+        return self.tokens
+
     def scatter_tokens(self, x: Tensor) -> Tensor:
         """This rank's share of the tokens, at the first block."""
-        assert self.tokens is not None, "all ranks have all tokens"
+        dim = self.token_dim
         self._draw_apart(x.device)
-        self.shares = even_shares(x.shape[self.tokens], self.axis.size)
-        return scatter_to(x, self.exchange, self.tokens, self.shares)
+        self.shares = even_shares(x.shape[dim], self.axis.size)
+        return scatter_to(x, self.exchange, dim, self.shares)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """All tokens, behind the last block."""
-        assert self.tokens is not None, "all ranks have all tokens"
         self.draw_alike()
-        return gather_from(x, self.exchange, self.tokens, self.shares)
+        return gather_from(x, self.exchange, self.token_dim, self.shares)
 
     def gather_rows(self, x: Tensor) -> Tensor:
         """The rows of all tokens, in the order of the whole batch, from a matrix with a row for each token of this rank."""

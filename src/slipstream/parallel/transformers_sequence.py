@@ -75,14 +75,8 @@ class Sequences:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward's arguments for this rank. Collective: the ranks' batches are compared."""
         self._masks.clear()
-        if args:
-            raise ValueError("with sequence_parallel_size, call the model with keywords (input_ids=..., labels=...)")
-        tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-        if tokens is None:
-            raise ValueError("with sequence_parallel_size, the model needs input_ids or inputs_embeds")
-        padding, size, is_share = kwargs.get("attention_mask"), self.axis.size, kwargs.get("shift_labels") is not None
-        if padding is not None and padding.dim() != 2:
-            raise ValueError("with sequence_parallel_size, attention_mask must be [b, S], or position_ids say what is packed")
+        tokens = _tokens(args, kwargs)
+        size, is_share = self.axis.size, kwargs.get("shift_labels") is not None
         if not without_values(tokens):
             self._compare(tokens, kwargs, is_share)
         length = tokens.shape[1] * size if is_share else tokens.shape[1]
@@ -96,29 +90,38 @@ class Sequences:
         def whole(value: Tensor | None) -> Any:
             return self.exchange.gather(value, 1, [length // size] * size) if is_share and value is not None else value
 
-        def share(value: Tensor) -> Tensor:
-            return torch.cat([value[:, slice(*span)] for span in self.spans[self.axis.index]], 1)
-
-        self.padding, self.positions = whole(padding), whole(kwargs.get("position_ids"))
+        self.padding, self.positions = whole(kwargs.get("attention_mask")), whole(kwargs.get("position_ids"))
         shared = {name: value for name, value in kwargs.items() if name != "attention_mask"} | {"use_cache": False}
         if not is_share:
-            if shared.get("labels") is not None and self.shifts:
-                shared["labels"] = F.pad(shared["labels"], (0, 1), value=-100)[:, 1:]
-            for name in _BY_TOKEN:
-                if isinstance(value := shared.get(name), Tensor) and value.dim() > 1 and value.shape[1] == length:
-                    shared[name] = share(value)
+            self._cut(shared, length)
         if self.positions is None:
             at = torch.arange(length, device=tokens.device)[None] if self.offset is None else self.offset(whole(tokens))
-            shared["position_ids"] = share(at)
+            shared["position_ids"] = self._share(at)
         elif not bool((self.positions.diff(dim=-1) != 1).any()):
             self.positions = None
         if self.padding is not None and bool(self.padding.all()):
             self.padding = None
+        self._take_targets(shared)
+        return args, shared
+
+    def _share(self, value: Tensor) -> Tensor:
+        """This rank's tokens of whole sequences, [b, S, ...]."""
+        return torch.cat([value[:, slice(*span)] for span in self.spans[self.axis.index]], 1)
+
+    def _cut(self, shared: dict[str, Any], length: int) -> None:
+        """Put this rank's share in the place of each argument by token; labels become those of the next token before."""
+        if shared.get("labels") is not None and self.shifts:
+            shared["labels"] = F.pad(shared["labels"], (0, 1), value=-100)[:, 1:]
+        for name in _BY_TOKEN:
+            if isinstance(value := shared.get(name), Tensor) and value.dim() > 1 and value.shape[1] == length:
+                shared[name] = self._share(value)
+
+    def _take_targets(self, shared: dict[str, Any]) -> None:
+        """Keep the targets of a loss that is computed behind the forward. Raises ValueError if the model's own cannot be served."""
         if self.no_loss and any(shared.get(name) is not None for name in _TARGETS):
             raise ValueError(self.no_loss)
         if self.loss is not None:
             self.targets = {name: shared.pop(name) for name in (*_TARGETS, "num_items_in_batch") if shared.get(name) is not None}
-        return args, shared
 
     @eager
     def _compare(self, tokens: Tensor, kwargs: dict[str, Any], is_share: bool) -> None:
@@ -153,11 +156,34 @@ class Sequences:
         return self._masks[key]
 
 
+def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The token ids or embeddings of a forward, [b, S, ...]. Raises ValueError for arguments that cannot be shared."""
+    if args:
+        raise ValueError("with sequence_parallel_size, call the model with keywords (input_ids=..., labels=...)")
+    if (padding := kwargs.get("attention_mask")) is not None and padding.dim() != 2:
+        raise ValueError("with sequence_parallel_size, attention_mask must be [b, S], or position_ids say what is packed")
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(value := kwargs.get(name), Tensor):
+            return value
+    raise ValueError("with sequence_parallel_size, the model needs input_ids or inputs_embeds")
+
+
 def _unserved(module: nn.Module, size: int) -> str:
     return (
         f"{type(module).__name__} caps its scores or has sinks, which sequence_parallel_size does not serve: use tp {size} instead "
         "(slipstream.mesh.tp)"
     )
+
+
+def _check_outputs(base: nn.Module, is_encoder_decoder: bool) -> None:
+    """Raise ValueError for a model whose outputs need more than this rank's tokens."""
+    if is_encoder_decoder or _POOLS.search(type(base).__name__):
+        needs = "shares of an encoder's sequence and a decoder's" if is_encoder_decoder else "one token's state"
+        raise ValueError(
+            f"{type(base).__name__} computes its outputs from {needs}, which sequence_parallel_size does not serve: use data or "
+            "tensor parallelism for it, or a model whose loss is a sum over tokens (causal or masked language models, token "
+            "classification)"
+        )
 
 
 def serve_sequences(model: nn.Module, axis: Axis, slices: Slices | None) -> Sequences | None:
@@ -171,17 +197,7 @@ def serve_sequences(model: nn.Module, axis: Axis, slices: Slices | None) -> Sequ
     if axis.size == 1 or not hasattr(config, "_attn_implementation"):
         return None
     base: Any = getattr(model, "get_base_model", lambda: model)()  # without PEFT's wrapper
-    if getattr(config, "is_encoder_decoder", False) or _POOLS.search(type(base).__name__):
-        needs = (
-            "shares of an encoder's sequence and a decoder's"
-            if getattr(config, "is_encoder_decoder", False)
-            else "one token's state"
-        )
-        raise ValueError(
-            f"{type(base).__name__} computes its outputs from {needs}, which sequence_parallel_size does not serve: use data or "
-            "tensor parallelism for it, or a model whose loss is a sum over tokens (causal or masked language models, token "
-            "classification)"
-        )
+    _check_outputs(base, getattr(config, "is_encoder_decoder", False))
     implementation = config._attn_implementation
     if implementation not in (*SERVED, NAME):
         raise ValueError(

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -132,8 +132,7 @@ class PipelineEngine(Engine):
         self.states.hooks.backwards = self.micro_batches  # of the model, however many stages of it are here
         self.micro_steps += self.micro_batches - 1
         Engine.step(self)
-        assert self.agg_train_loss is not None, "each batch ends with a step"
-        return self.agg_train_loss
+        return cast("Tensor", self.agg_train_loss)
 
     def _end_step(self, _: bool) -> None:
         """Take the loss of the batch that the step ends. Collective."""

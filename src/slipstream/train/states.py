@@ -33,6 +33,7 @@ from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.store import Needs, Spaces, Store
 from slipstream.zero.unit import Comms, Unit
 
+
 class Average(Protocol):
     """The interface of slipstream.ema.Ema that an engine uses."""
 

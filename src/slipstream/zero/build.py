@@ -109,16 +109,13 @@ def connect(
 
 def _dtypes(group: Group, recipe: Recipe, comms: Comms, shapes: Sequence[Sequence[int]]) -> Dtypes:
     weights = group.dtype if group.exact else recipe.weights_dtype or group.dtype
-    rests = recipe.coded_frozen and not group.trainable
     fits = recipe.placement.weights and not group.exact and weights.is_floating_point and weights.itemsize <= 4
-    bits = 8 if fits and (rests or (recipe.coded_weights and comms.dp.size > 1)) else None
-    if not group.trainable:
-        plain = Dtypes(weights=weights, master=weights, local=weights, wire=weights, grads=weights)
-        return replace(plain, gathered_bits=bits, rests=rests and fits)
-    dtypes = _trainable_dtypes(weights, recipe, comms, group.kind, shapes)
-    sends = comms.dp.size > 1 and not isinstance(comms.dp, SharedComm) and recipe.placement.optim and not recipe.placement.weights
-    publishes_codes = recipe.coded_weights and sends and dtypes.master != dtypes.weights
-    return replace(dtypes, gathered_bits=bits, published_bits=8 if publishes_codes else None)
+    coded = fits and recipe.coded_weights and comms.dp.size > 1
+    if group.trainable:
+        return replace(_trainable_dtypes(weights, recipe, comms, group.kind, shapes), gathered_bits=8 if coded else None)
+    rests = fits and recipe.coded_frozen
+    bits = 8 if rests or coded else None
+    return Dtypes(weights=weights, master=weights, local=weights, wire=weights, grads=weights, gathered_bits=bits, rests=rests)
 
 
 def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms, kind: str, shapes: Sequence[Sequence[int]]) -> Dtypes:
@@ -131,7 +128,13 @@ def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms, kind: 
     row = block_of(shapes, recipe.align) if kind == "rows" and comms.dp.size > 1 else 0
     bits = None if row else _bits(comms, grads)
     sent = torch.uint8 if row or bits is not None else wire
-    return Dtypes(weights=weights, master=master, local=grads, wire=sent, grads=grads, wire_bits=bits, row=row, row_dtype=wire)
+    dtypes = Dtypes(weights=weights, master=master, local=grads, wire=sent, grads=grads, wire_bits=bits, row=row, row_dtype=wire)
+    return replace(dtypes, published_bits=8 if master != weights and _publishes_codes(recipe, comms) else None)
+
+
+def _publishes_codes(recipe: Recipe, comms: Comms) -> bool:
+    sends = comms.dp.size > 1 and not isinstance(comms.dp, SharedComm)
+    return recipe.coded_weights and sends and recipe.placement.optim and not recipe.placement.weights
 
 
 def _bits(comms: Comms, grads: torch.dtype) -> int | None:

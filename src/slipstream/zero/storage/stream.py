@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -110,8 +110,7 @@ class StateChunk:
     def fetch(self, ring: Ring | None) -> None:
         """Start reading the states that pass through a slot."""
         if self.moved:
-            assert ring is not None, "a state on disk and no ring to read it into"
-            self.slot = ring.next()
+            self.slot = cast("Ring", ring).next()
             self.slot.moving = self._move(self.slot, Disk.read)
 
     def arrive(self) -> None:
