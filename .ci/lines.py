@@ -11,16 +11,16 @@ from collections import Counter
 from pathlib import Path
 
 BUDGETS = {
-    "inference": 18_949,
-    "train": 10_811,
-    "compat": 8_823,
-    "zero": 6_345,
-    "parallel": 6_102,
+    "inference": 18_952,
+    "train": 10_816,
+    "compat": 8_842,
+    "zero": 6_356,
+    "parallel": 6_105,
     "ops": 6_010,
     "launch": 5_497,
     "checkpoint": 5_459,
     "config": 4_445,
-    "optim": 2_661,
+    "optim": 2_662,
     "moe": 2_393,
     "observe": 2_204,
     "world": 1_660,

@@ -70,7 +70,7 @@ def steps(channel: Channel, drops: bool) -> None:
     engine = slipstream.initialize(model=built(), config=_config(RATE, **more))[0]
     alone = built()
     if drops:
-        drop = TokenDrop((engine.plan.efficiency or {})["random_ltd"], 0)
+        drop = TokenDrop(engine.plan.efficiency["data_routing.random_ltd"], 0)
         drop.clock = lambda: (MIDDLE, 0, 0)
         drop.wrap(list(alone.blocks), "")
     tokens = torch.randint(VOCAB, (BATCH, CONTEXT))

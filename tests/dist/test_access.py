@@ -90,6 +90,13 @@ def test_different_writes_in_gathered_are_refused_by_name(transport: str) -> Non
             model.head.bias.data = torch.randn(48)
         with pytest.raises(ValueError, match=r"different values to 'head.bias' inside"), zero.gathered(model.head.bias):
             model.head.bias.data[0] += engine.rank
+        for write in (
+            lambda weight: weight.zero_() if engine.rank else None,
+            lambda weight: weight.copy_(weight[[1, 0, *range(2, len(weight))]]) if engine.rank else None,  # the same words
+            lambda weight: weight[0, 1].fill_(engine.rank + 1.0),  # the upper half of a word
+        ):
+            with pytest.raises(ValueError, match="different values"), zero.gathered(model.head.weight), torch.no_grad():
+                write(model.head.weight)
         assert toy.checksum(engine) == before
         toy.step(engine, toy.tokens(engine.rank, 0))
         engine.destroy()
@@ -99,8 +106,9 @@ def test_different_writes_in_gathered_are_refused_by_name(transport: str) -> Non
 def test_gathered_refuses_a_rank_that_is_not_there(transport: str) -> None:
     for stage in cases.stages(transport, (0, 3)):
         engine, twin = (toy.make(toy.seeded(toy.Lm), stage, transport) for _ in range(2))
-        with pytest.raises(ValueError, match=r"modifier_rank is 2, but the data-parallel ranks are 0\.\.1"):
-            zero.gathered(engine.module, modifier_rank=2).__enter__()
+        for rank in (2, -1):
+            with pytest.raises(ValueError, match=rf"modifier_rank is {rank}, but the data-parallel ranks are 0\.\.1"):
+                zero.gathered(engine.module, modifier_rank=rank).__enter__()
         for each in (engine, twin):
             toy.step(each, toy.tokens(engine.rank, 0))
         assert int(toy.checksum(engine)) == int(toy.checksum(twin)), "the parameters are the engine's"

@@ -102,6 +102,14 @@ def test_data_that_differ() -> None:
         slipstream.initialize(model=toy.seeded(toy.Net), config=toy.settings(1), training_data=data[:samples])
 
     assert told(lambda rank: make(8 - 2 * rank)) == "rank 1 has training_data of 6 samples where rank 0 has 8 samples"
+
+    def other_rates(rank: int) -> None:
+        model = toy.seeded(toy.Net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (1 + rank))
+        config = toy.settings(1, optimizer=None)
+        slipstream.initialize(model=model, optimizer=optimizer, config=config, training_data=None if rank else data)
+
+    assert told(other_rates) == "rank 1 has optimizer group 0 lr 0.002 where rank 0 has 0.001"
     engine, *_ = slipstream.initialize(
         model=toy.seeded(toy.Net), config=toy.settings(1), training_data=data if dist.get_rank() == 0 else None
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import slipstream
 from slipstream.parallel.transformers_sequence import SequenceShares
 from tests import toy
-from tests.dist.test_tensor import DECODERS, SMALL, VOCAB, build, settings
+from tests.dist.test_tensor import ADAMW, DECODERS, SMALL, VOCAB, build, settings
 from tests.pool import distributed
 
 transformers = pytest.importorskip("transformers")
@@ -33,7 +33,7 @@ def batch(step: int, kind: str = "") -> dict[str, Tensor]:
 
 
 def reference(model: nn.Module, kind: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, weight_decay=0.0)
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -190,7 +190,7 @@ def test_stages_of_shares(kind: str, heads: int, recompute: bool) -> None:
     config = settings(1, slipstream=own, gradient_accumulation_steps=3)
     engine = slipstream.initialize(model=build(kind, **changes), config=config)[0]
     model = build(kind, **changes)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, weight_decay=0.0)
     for step in range(STEPS):
         micros = [micro(step, i) for i in range(3)]
         assert float(engine.eval_batch(iter(micros))) == pytest.approx(
@@ -236,7 +236,7 @@ def test_a_loader_of_shares() -> None:
 
 def reference_of_two() -> tuple[list[float], None, dict[str, Tensor]]:
     model = build("llama")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, weight_decay=0.0)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -273,7 +273,7 @@ def test_a_loss_without_the_models_loss_function(architecture: str, stage: int) 
         return found
 
     plain = encoder(architecture)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW, weight_decay=0.0)
     engine = slipstream.initialize(model=encoder(architecture), config=settings(stage, sequence_parallel_size=2))[0]
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -228,6 +228,13 @@ def test_rotary_frequencies_stay_exact(tmp_path: Any) -> None:
     assert {one.dtype for one in (*model.parameters(), *model.buffers())} == {torch.float32}
 
 
+def test_a_live_model_of_several_dtypes_is_served_in_one() -> None:
+    model = tiny("Nemotron", **SIZES).to(torch.bfloat16)
+    model.lm_head.float()
+    with slipstream.init_inference(model, dtype="bf16", device="cpu", max_context=32) as engine:
+        assert len(engine.generate([3, 1, 4], max_new_tokens=4).token_ids) == 4
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("name", STACKS)
 def test_stacked_experts_are_quantized(name: str, kind: str, float_inputs: None) -> None:

@@ -220,12 +220,16 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
         refused(r"ends within its header after \d+ bytes|is cut off", path)
     path.write_bytes(data[:-100])
     refused(r"is cut off: .* ends at byte \d+ of \d+", path)
-    part = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
-    part.add_uint16("split.count", 3)
-    part.write_header_to_file()
-    part.write_kv_data_to_file()
-    part.close()
-    refused("part.gguf is one of 3 parts of a model, .*: llama-gguf-split --merge", tmp_path / "part.gguf")
+    for count, message in (
+        (3, "part.gguf is one of 3 parts of a model, .*: llama-gguf-split --merge"),
+        (0, "has no token_embd.weight"),
+    ):
+        part = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")  # 0: what that tool makes of parts
+        part.add_uint16("split.count", count)
+        part.write_header_to_file()
+        part.write_kv_data_to_file()
+        part.close()
+        refused(message, tmp_path / "part.gguf")
     path.write_bytes(data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"))
     refused(r"the weights lack model.layers.1.self_attn.q_proj.weight", path)
     path.write_bytes(data.replace(b"llama", b"falcn"))

@@ -59,7 +59,7 @@ def convert(
         raise CheckpointError(f"{', '.join(idle)}: for Hugging Face folders only; to={to!r} keeps every tensor as it is")
     if top_k is not None and num_experts is None:
         raise CheckpointError(f"top_k ({top_k}) is of the mixture that num_experts (--upcycle) writes; give that, or leave it out")
-    cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size or "5GB")
+    cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes("5GB" if max_shard_size is None else max_shard_size)
     used = USED if top_k is None else top_k
     source, target = Path(os.path.abspath(source)), Path(target)
 

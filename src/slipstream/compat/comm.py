@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slipstream.world.join import init_distributed as _init_distributed
 from slipstream.world.join import local_rank
@@ -49,8 +50,18 @@ def _tell_accelerate() -> None:
         shared["backend"] = dist.get_backend()
 
 
-is_available, new_group, get_all_ranks_from_group = dist.is_available, dist.new_group, dist.get_process_group_ranks
-inference_all_reduce, allgather_fn, reduce_scatter_fn = dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+is_available, new_group = dist.is_available, dist.new_group
+inference_all_reduce, allgather_fn = dist.all_reduce, dist.all_gather_into_tensor
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def reduce_scatter_fn(
+    output_tensor: Tensor, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 def get_rank(group: Any = None) -> int:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,5 +110,6 @@ async def _on_host(host: str, line: str) -> int:
         return await process.wait()
     finally:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it has ended, and its exit code is on its way
+                os.killpg(process.pid, signal.SIGTERM)
             await process.wait()

@@ -127,7 +127,10 @@ class _Parallel(LinearLayer_Compress):
     cut: ClassVar[int]  # what is cut: 0 the inputs, 1 the outputs
 
     def __init__(self, mpu: Any, input_size: int, output_size: int, bias: bool = True, *given: bool, **options: bool) -> None:
-        options |= dict(zip(self.defaults, given, strict=False))
+        named = dict(zip(self.defaults, given, strict=False))
+        if len(given) > len(self.defaults) or named.keys() & options.keys():
+            raise TypeError(f"{type(self).__name__} takes {', '.join(self.defaults)}, each once; given {given} and {options}")
+        options |= named
         if unknown := options.keys() - self.defaults.keys():
             raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}; it has {', '.join(self.defaults)}")
         sizes, ranks = [input_size, output_size], mpu.get_model_parallel_world_size()
@@ -137,6 +140,7 @@ class _Parallel(LinearLayer_Compress):
         super().__init__(*sizes, bias=bias)
         self.mpu, self.input_size, self.output_size = mpu, input_size, output_size
         self.options = {**self.defaults, **options}
+        vars(self).update(self.options)  # as Megatron's layers have them
 
     @classmethod
     def of(cls, mpu: Any, module: Any) -> _Parallel:

@@ -36,6 +36,7 @@ from slipstream.parallel.inferred import (
     needs_trial,
     try_out,
 )
+from slipstream.train.agreement import refused_together
 from slipstream.world.join import init_distributed
 from slipstream.world.mesh import Axis
 
@@ -108,7 +109,7 @@ class DeepSpeedInferenceConfig:
             config = json.loads(Path(config).read_text())
         given = vars(config) if isinstance(config, DeepSpeedInferenceConfig) else config or {}
         sources = [{word: _ranks(word, value) for word, value in source.items()} for source in (given, options)]
-        names = type(self).__annotations__
+        names = DeepSpeedInferenceConfig.__annotations__
         read = read_options("init_inference", names, sources, refused=_REFUSED, idle=_NO_EFFECT, aliases=_ALIASES)
         vars(self).update(read)
         if self.mpu is not None and (self.tensor_parallel or self.place[1]) != self.place[1]:
@@ -253,7 +254,8 @@ class InferenceEngine(nn.Module):
                 self._spoiled = str(error)
                 raise
         if self._config.kind == "int8":
-            self.module = kernels.pack(module)
+            with refused_together(axis.group):  # values of one rank's slices may not be finite
+                self.module = kernels.pack(module)
         return True
 
     def _found(self, axis: Axis, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> PlanTrial | None:

@@ -49,8 +49,8 @@ class _Watched:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        middles = [parameter.detach().reshape(-1)[parameter.numel() // 2 :][:1] for parameter in self._parameters]
-        self._probes = [torch.zeros(1), *middles]
+        middles = [parameter.detach().reshape(-1)[parameter.numel() // 2 :][:1].view(torch.uint8) for parameter in self._parameters]
+        self._probes = [torch.zeros(1, dtype=torch.uint8), *middles]
         self._seen = self._now()
 
     def _now(self) -> tuple[list[tuple[int, int]], Tensor]:

@@ -231,7 +231,7 @@ def sequence_tiled_compute(
     for name, value in kwargs_to_shard.items():
         if not isinstance(value, Tensor) or value.shape[1] != seqlen:
             raise ValueError(f"kwargs_to_shard[{name!r}] must be a tensor with {seqlen} tokens in dimension 1 (seqlen)")
-    parts = {name: value.tensor_split(min(shards, seqlen), 1) for name, value in kwargs_to_shard.items()}
+    parts = {name: value.tensor_split(max(min(shards, seqlen), 1), 1) for name, value in kwargs_to_shard.items()}
     names = list(parts)
 
     def call(*tensors: Tensor) -> Tensor:
@@ -272,4 +272,4 @@ class TiledFusedLogitsLoss:
         def loss(**parts: Tensor) -> Tensor:
             return fn(module, *(part[0] for part in parts.values()))
 
-        return sequence_tiled_compute(loss, flat["x"].shape[1], shards, flat, {}, output_reduction=output_reduction)
+        return sequence_tiled_compute(loss, flat["x"].shape[1], shards, flat, {}, None, None, 0, output_reduction)

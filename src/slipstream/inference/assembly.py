@@ -432,7 +432,7 @@ def _transformers_model(source: Any, kind: str, place: torch.device, group_size:
     else:
         own = generic.shared_copy(source)
         if dtype is not None and not quantized:
-            generic.cast(own, own.dtype, dtype)
+            generic.cast(own, dtype)
     if ranks is not None:
         _cut(own.to(place), ranks)  # then its shares are quantized
     return (generic.quantize_model(own.cpu(), kind, group_size=group_size) if quantized else own).to(place)

@@ -396,19 +396,21 @@ def quantize_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, g
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.dtype = dtype
-    cast(model, stored, dtype)
+    cast(model, dtype, stored)
     return model
 
 
-def cast(model: Any, stored: torch.dtype, dtype: torch.dtype) -> None:
-    """Cast what has the dtype of the stored model, as transformers does in opening a file: what its class keeps in fp32, derived
-    buffers (rotary frequencies) and scales of codes stay."""
+def cast(model: Any, dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
+    """Cast the floating-point tensors, or with `stored` those of that dtype, as transformers does in opening a file: what the class
+    keeps in fp32, rotary frequencies and the codes of packed matrices stay."""
     lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype is torch.float16 else [])]
-    exact = [name for each in lists for name in getattr(model, each, None) or ()]
+    exact = [name for each in lists if dtype is not torch.float32 for name in getattr(model, each, None) or ()]
     for path, module in model.named_modules():
-        derived = [*module._buffers] if isinstance(module, PackedMatrix) else module._non_persistent_buffers_set
+        packs = isinstance(module, PackedMatrix | PackedLinear)
+        derived = {name for name in module._buffers if packs or name.endswith("inv_freq")}
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if tensor.dtype is not stored or name in derived or any(one in f"{path}.{name}" for one in exact):
+            is_other = not tensor.is_floating_point() if stored is None else tensor.dtype is not stored
+            if is_other or name in derived or any(one in f"{path}.{name}" for one in exact):
                 continue
             if isinstance(tensor, nn.Parameter):
                 tensor.data = tensor.data.to(dtype)

@@ -82,7 +82,7 @@ def _read(mapped: mmap.mmap, path: Path) -> GgufFile:
         key, at = _string(mapped, at)
         (kind,) = struct.unpack_from("<I", mapped, at)
         metadata[key], at = _value(mapped, at + 4, kind)
-    if (parts := metadata.get("split.count", 1)) != 1:
+    if (parts := metadata.get("split.count", 1)) > 1:  # 0: of parts that were merged
         merge = "merge them: llama-gguf-split --merge FIRST_PART MERGED.gguf"
         raise ValueError(f"{path} is one of {parts} parts of a model, and models are read from one file; {merge}")
     heads = []

@@ -187,6 +187,8 @@ class DecoderChunk(nn.Module):
         x, *routers = x if isinstance(x, tuple) else (x,)
         self.routers = tuple(routers)
         if self.sequences is not None:
+            if self.is_first:
+                arguments[_first_input_of(arguments)] = x
             arguments = self.sequences.begin((), arguments)[1]
             x = arguments[_first_input_of(arguments)] if self.is_first else x
         name = _first_input_of(arguments) if self.is_first else "inputs_embeds"

@@ -207,7 +207,8 @@ def serve_sequences(model: nn.Module, axis: Axis, slices: Slices | None) -> Sequ
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "attn_logit_softcapping", None):
         raise ValueError(_unserved(base, axis.size))
-    is_ring = text.num_attention_heads // (1 if slices is None else slices.axis.size) < axis.size
+    sliced = slices is not None and any("_slipstream_heads" in vars(module) for module in model.modules())
+    is_ring = text.num_attention_heads // (slices.axis.size if slices is not None and sliced else 1) < axis.size
     if not is_ring:
         deal_heads(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads, axis.size)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

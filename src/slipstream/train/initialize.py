@@ -140,8 +140,9 @@ def initialize(
     values = _first_values(model, mesh, device)
     inner, rule = build_optimizer(named, model, optimizer, model_parameters, on_host=plan.offload.optimizer != "none")
     scheduler = scaled_schedule(plan, loader, scheduler_of(plan, lr_scheduler, inner), inner)
+    check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.world, part)
     # of the ranks of a replica, one may have the data and send them to the others
-    check_alike_on(facts_of_optimizer(model, inner, scheduler) | facts_of_data(loader), mesh.world, (part, loader is None))
+    check_alike_on(facts_of_data(loader), mesh.world, (part, loader is None))
     if mesh.is_first:
         warn_of_frozen(inner)
     mark_kinds(model, plan, inner, rule)

@@ -131,11 +131,15 @@ class PipelineEngine(Engine):
             self._is_last_backward = False
         self.states.hooks.backwards = self.micro_batches  # of the model, however many stages of it are here
         self.micro_steps += self.micro_batches - 1
+        self._has_ended = False
         Engine.step(self)
+        if not self._has_ended:  # `set_boundary`: this batch updates nothing
+            self._end_step(False)
         return cast("Tensor", self.agg_train_loss)
 
     def _end_step(self, _: bool) -> None:
         """Take the loss of the batch that the step ends. Collective."""
+        self._has_ended = True
         self.agg_train_loss = self._mean(self._losses, self.micro_batches, self.precision.weight)
         self.progress.saw(self.agg_train_loss, 1)
 
@@ -539,7 +543,7 @@ def kept(params: Iterable[Any], module: nn.Module, whole: nn.Module) -> list[Any
 
     items = list(params)
     if not all(isinstance(item, dict) for item in items):
-        return [item for item in items if stays(item)]
+        return [item for item in items if stays(item)] or [{"params": []}] * bool(items)
     return [group | {"params": [each for each in group["params"] if stays(each)]} for group in items]
 
 

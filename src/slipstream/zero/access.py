@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -158,9 +159,10 @@ def show_copy(unit: Unit, indices: Iterable[int]) -> Tensor:
 def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, write: bool = True) -> Iterator[None]:
     """Point the chosen parameters at private unsharded copies, and write what was changed back to every shard at the end.
 
-    With `modifier_rank` None, all ranks must write the same values: else the end raises ValueError on all of them, and writes
-    nothing. Otherwise the copy of that data-parallel rank is used. If all ranks raise inside, nothing is written; if only some do,
-    the others wait for them at the end until the watch stops them. The engine's forward may run inside, and uses the copies.
+    With `modifier_rank` None, all ranks must write the same values: else the end raises ValueError on all that have one of the
+    parameters, and writes nothing. Otherwise the copy of that data-parallel rank is used. If all ranks raise inside, nothing is
+    written; if only some do, the others wait for them at the end until the watch stops them. The engine's forward may run inside,
+    and uses the copies.
     Raises ValueError for a rank that does not exist, and an error if the engine's disk has failed, or if masters are away and
     `write` is set.
     """
@@ -168,7 +170,8 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
         homes.check()
     for unit in chosen if write else ():
         refuse_writes(unit)
-        if modifier_rank is not None and not 0 <= modifier_rank < (size := unit.comms.data.size) and size > 1:
+        size = unit.comms.data.size
+        if modifier_rank is not None and not 0 <= modifier_rank < size and size > 1:
             raise ValueError(f"modifier_rank is {modifier_rank}, but the data-parallel ranks are 0..{size - 1}")
     for unit in chosen:
         unit.copy_on_read()
@@ -192,7 +195,7 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
                 for unit, i in shown:
                     unit.params[i].data = value = unit.params[i].data.contiguous()
                     use_values_of(modifier_rank, unit, value.view(-1))
-            for unit, indices in _changed(chosen, copies).items():
+            for unit, indices in _changed(chosen, copies, compares=modifier_rank is None).items():
                 write_back(unit, indices, copies[unit])
     finally:
         for unit in copies:
@@ -263,42 +266,50 @@ def _equals(unit: Unit) -> Comm:
     return unit.comms.dp if unit.comms.family.apart.size > 1 else unit.comms.data
 
 
-def _changed(chosen: Mapping[Unit, Sequence[int]], copies: Mapping[Unit, Tensor]) -> dict[Unit, list[int]]:
+def _changed(chosen: Mapping[Unit, Sequence[int]], copies: Mapping[Unit, Tensor], compares: bool) -> dict[Unit, list[int]]:
     """Those of the chosen parameters whose values a rank has changed in its copies. Collective.
 
-    Raises ValueError, on all ranks, if ranks have changed a parameter differently.
+    compares: raise ValueError if ranks have changed a parameter differently, on all ranks that have one of the chosen.
     """
     result: dict[Unit, list[int]] = {}
     apart: list[str] = []
     for unit, indices in chosen.items():
-        own = [number for i in indices for number in _change(unit, i, copies[unit])]
+        own = [number for i in indices for number in _change(unit, i, copies[unit], compares)]
         comm = _equals(unit)
-        rows = comm.exchange(torch.tensor(own, dtype=torch.float64)).view(comm.size, len(indices), 2)
-        changed, differs = rows[:, :, 0].any(0).tolist(), (rows[:, :, 1] != rows[0, :, 1]).any(0).tolist()
+        rows = comm.exchange(torch.tensor(own, dtype=torch.float64)).view(comm.size, len(indices), 3)
+        changed, differs = rows[:, :, 0].any(0).tolist(), (rows[:, :, 1:] != rows[0, :, 1:]).any(2).any(0).tolist()
         result[unit] = [i for i, is_changed in zip(indices, changed, strict=True) if is_changed]
-        apart += [unit.names[i] for i, differ in zip(indices, differs, strict=True) if differ]
-    if apart:
+        # of sharded weights, all copies were equal; others may have differed before, by steps of each rank's own
+        written = [unit.placement.weights or is_changed for is_changed in changed]
+        apart += [unit.names[i] for i, is_apart in zip(indices, map(operator.and_, written, differs), strict=True) if is_apart]
+    refused = bool(apart)
+    # experts of other ranks are refused where dense parameters would wait for these ranks
+    for comm in sorted({id(comm): comm for comm in map(_equals, chosen)}.values(), key=lambda comm: comm.size):
+        refused = bool(comm.exchange(torch.tensor([float(refused)], dtype=torch.float64)).any())
+    if refused:
+        where = f"{apart[0]!r}{f' and {len(apart) - 1} more' if apart[1:] else ''}" if apart else "parameters that others have"
         raise ValueError(
-            f"ranks have written different values to {apart[0]!r}{f' and {len(apart) - 1} more' if apart[1:] else ''} inside "
-            "gathered(), and nothing is stored: write the same on all ranks (seed them alike), or pass modifier_rank=0 to use "
-            "those of rank 0"
+            f"ranks have written different values to {where} inside gathered(), and nothing is stored: write the same on all ranks "
+            "(seed them alike), or pass modifier_rank=0 to use those of rank 0"
         )
     return {unit: indices for unit, indices in result.items() if indices}
 
 
-def _change(unit: Unit, i: int, copy: Tensor) -> tuple[float, float]:
-    """Whether this rank knows that parameter i has other values in `copy`, and a checksum of those; 0 if it has not changed.
+def _change(unit: Unit, i: int, copy: Tensor, sums: bool) -> tuple[float, float, float]:
+    """Whether this rank knows that parameter i has other values in `copy` (where weights are sharded, of its own span only), and,
+    with `sums`, the halves of a checksum of all of them.
 
-    Where weights are sharded, a rank knows it of its own span only, and the checksum is that of the values in any case.
+    Each word counts by its position, an odd number, so that neither other bits of one nor an exchange of two cancel out.
     """
     slot = unit.layout.slots[i]
     inside, of_param = slot.common(unit.span if unit.placement.weights else (0, unit.layout.numel))
     old = (unit.weights if unit.placement.weights else MemoryStore(unit.full)).get(inside.start, inside.stop).to(copy.device)
     is_changed = not torch.equal(copy[slice(*slot.span)][of_param].view(torch.uint8), old.view(torch.uint8))
-    if not (is_changed or unit.placement.weights):
-        return 0.0, 0.0
-    padded = copy[slot.offset : slot.offset + round_up(slot.numel, ALIGN)]
-    return float(is_changed), float(int(padded.view(torch.int64).sum()) % (1 << 53))  # exact in float64
+    if not sums:
+        return float(is_changed), 0.0, 0.0
+    words = copy[slot.offset : slot.offset + round_up(slot.numel, ALIGN)].view(torch.int64)
+    checksum = int((torch.arange(1, 2 * len(words), 2, device=words.device).mul_(words)).sum())
+    return float(is_changed), float(checksum & 0xFFFFFFFF), float(checksum >> 32)  # exact in float64
 
 
 def write_back(unit: Unit, indices: Iterable[int], values: Tensor) -> None:

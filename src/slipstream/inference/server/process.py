@@ -66,7 +66,8 @@ class _Process:
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Within so many seconds."""
-        return self._descriptor is None or is_readable(self._descriptor, seconds)
+        descriptor = self._descriptor  # which another thread may close
+        return descriptor is None or is_readable(descriptor, seconds)
 
     def _status(self) -> int | None:
         """Of the process, which has ended; negative: of a signal; None: nobody knows."""
