@@ -109,6 +109,12 @@ def test_a_schema_that_cannot_be_served_is_refused(grammars: Grammars, schema: s
         grammars.constraint(schema)
 
 
+def test_a_grammar_is_not_taken_for_a_schema_of_the_same_text(grammars: Grammars) -> None:
+    grammars.constraint('{"enum": ["ab", "cd"]}')
+    with pytest.raises(ValueError, match="grammar cannot be served"):
+        grammars.constraint(None, '{"enum": ["ab", "cd"]}')
+
+
 def test_multiples_are_served(grammars: Grammars) -> None:
     for multiple, value in (("0.05", "1.15"), ("250", "-500"), ("1e3", "7000")):
         constraint = grammars.constraint(f'{{"type": "number", "multipleOf": {multiple}}}')
@@ -123,9 +129,9 @@ def test_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [f'{{"const": {number}}}' for number in range(4)]
     for schema in (*few, few[1]):
         grammars.constraint(schema)
-    assert [*grammars._compiled] == [few[2], few[3], few[1]], "the latest used"
+    assert [*grammars._compiled] == [f"schema {each}" for each in (few[2], few[3], few[1])], "the latest used"
     grammars.constraint(long := json.dumps({"const": "x" * 80}))
-    assert [*grammars._compiled] == [long]
+    assert [*grammars._compiled] == [f"schema {long}"]
     assert grammars.constraint(json.dumps({"const": "x" * 100})).mask().any() and not grammars._compiled
 
 

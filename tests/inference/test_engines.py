@@ -55,6 +55,7 @@ class Host:
         self.listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.listening.bind(("127.0.0.1", self.port))
         self.port = self.listening.getsockname()[1]
+        self.listening.listen()  # before its thread does: the next line of a test may connect
         runner = HashRunner()
         if self.slow:
             runner.before = lambda batch: self.steps.acquire(timeout=30)  # type: ignore[assignment, return-value]

@@ -79,8 +79,8 @@ _NO_EFFECT = {
 class DeepSpeedInferenceConfig:
     """The options of `init_inference`, by DeepSpeed's names: from a dictionary or the path of a JSON file, and keywords.
 
-    dtype: of weights and outputs; int8 packs the linear layers, of encoders with kernels all but the head's, of a cut module the
-        sliced ones. None: as they are.
+    dtype: of weights and outputs; int8 packs the linear layers, of encoders with kernels all but the head's, of a cut module also
+        those that every rank has whole. None: as they are.
     replace_with_kernel_inject: native kernels compute an encoder's forward, where its outputs are the same, and it is not cut.
     injection_policy: {class of a block: names of its linear layers}, checked against the module. If the module is cut and has no
         plan, the layers whose outputs are summed over the ranks (parallel/inferred.py).

@@ -391,7 +391,10 @@ class GatheredParameters:
 
     def _gather_units(self, chosen: dict[Unit, list[int]]) -> None:
         if self.modifier_rank is not None:
-            rank = next(iter(chosen)).comms.data.axis.ranks.index(self.modifier_rank)
+            first = next(iter(chosen))
+            if self.modifier_rank not in (ranks := first.comms.data.axis.ranks):
+                raise ValueError(f"modifier_rank is {self.modifier_rank}, and {first.names[0]!r} is on the ranks {list(ranks)}")
+            rank = ranks.index(self.modifier_rank)
             self._stack.enter_context(access.gathered_units(chosen, rank, write=True))
             return
         chosen = {unit: indices for unit, indices in chosen.items() if not _is_computing(unit)}

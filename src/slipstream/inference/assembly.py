@@ -435,7 +435,7 @@ def _transformers_model(source: Any, kind: str, place: torch.device, group_size:
             generic.cast(own, dtype)
     if ranks is not None:
         _cut(own.to(place), ranks)  # then its shares are quantized
-    return (generic.quantize_model(own.cpu(), kind, group_size=group_size) if quantized else own).to(place)
+    return (generic.quantize_model(own, kind, group_size=group_size) if quantized else own).to(place)
 
 
 def _end_ids(live: Any) -> tuple[int, ...]:

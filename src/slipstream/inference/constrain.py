@@ -48,8 +48,10 @@ class Grammars:
 
     def constraint(self, schema: str | None, grammar: str | None = None) -> Constraint:
         """Of a JSON schema, an object as text, or else a grammar. Raises ValueError with llguidance's reason."""
-        key = grammar or "" if schema is None else schema  # a grammar is no JSON schema, and the other way round
-        compiled = self._compiled.pop(key, None) or (self._parse(key) if schema is None else self._compile(key))
+        key = f"grammar {grammar}" if schema is None else f"schema {schema}"
+        compiled = self._compiled.pop(key, None)
+        if compiled is None:
+            compiled = self._parse(grammar or "") if schema is None else self._compile(schema)
         self._compiled[key] = compiled
         while len(self._compiled) > self._keep or sum(map(len, self._compiled)) > MAX_KEPT:
             self._compiled.popitem(last=False)

@@ -283,6 +283,9 @@ def numbers_of(batch: Batch, turn: Callable[[int], int], block_size: int) -> tup
     return ids, first_row, start, turns, tables, table_at, logit_rows
 
 
+_AS_USUAL, _EACH_ROW = SamplingParams(), SamplingParams(prompt_logprobs=0)  # how many rows of logits a chunk has
+
+
 def batch_of(copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> Batch:
     """The batch of one step that `numbers_of` gave `numbers` of, with turn = int. Tokens before and after a chunk's are 0."""
     ids, first_row, start, lengths, tables, table_at, logit_rows = numbers
@@ -292,10 +295,10 @@ def batch_of(copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -
         stop = min(lengths[i], start[i] + len(own))
         tokens = [0] * lengths[i]
         tokens[start[i] : stop] = own[: stop - start[i]]
-        request = Request(id="", tokens=tokens, params=SamplingParams(), blocks=list(tables[begin:end]))
+        request = Request(id="", tokens=tokens, params=_AS_USUAL, blocks=list(tables[begin:end]))
         chunk = Chunk(request, start[i], stop, tuple(own[stop - start[i] :]))
         if chunk.num_rows != num_rows:
-            request.params = SamplingParams(prompt_logprobs=0)
+            request.params = _EACH_ROW
         chunks.append(chunk)
     return Batch(tuple(chunks), tuple(copies))
 

@@ -32,7 +32,7 @@ def opened(model: nn.Module, kind: str, place: torch.device, group_size: int) ->
     """A copy in `kind` (of `precision.DTYPES`), which shares the tensors that stay as they are."""
     own: nn.Module = generic.shared_copy(model)
     if kind in precision.FLOATS:
-        own = own.to(precision.FLOATS[kind])
+        generic.cast(own, precision.FLOATS[kind])
     own = own.to(place).eval()
     return quantize(own, _KINDS[kind], block=group_size if kind == "int4" else None) if kind in _KINDS else own
 

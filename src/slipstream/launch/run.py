@@ -284,7 +284,7 @@ def _start(options: argparse.Namespace, around: HostState, chosen: tuple[Host, .
         **{name: getattr(options, name) for name in _JOB_OPTIONS},
     )
     if launcher == "local":
-        if around.hostfile is not None and len(chosen) > 1 and options.node_rank is None and place is None:
+        if around.hostfile is not None and len(chosen) > 1 and not options.elastic and options.node_rank is None and place is None:
             raise ValueError(
                 f"--launcher local with {len(chosen)} hosts needs --node_rank on each; or use --launcher ssh to start all from here"
             )

@@ -130,7 +130,7 @@ class PipelinedDecoder(nn.Module):
     def recall(self, batch: Any) -> None:
         """Before a micro-batch's backward, which may recompute attention: with its positions, not those of the last forward."""
         if self.sequences is not None:
-            self.sequences.begin((), _arguments(batch))
+            self.sequences.begin((), _arguments(batch), compares=False)
 
     def inputs(self, batch: Any) -> Any:
         """The first stage's input: token ids or embeddings."""

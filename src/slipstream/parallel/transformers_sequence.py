@@ -72,12 +72,14 @@ class Sequences:
         while self.undo:
             self.undo.pop()()
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward's arguments for this rank. Collective: the ranks' batches are compared."""
+    def begin(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, compares: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward's arguments for this rank. Collective: the ranks' batches are compared; not again in a backward."""
         self._masks.clear()
         tokens = _tokens(args, kwargs)
         size, is_share = self.axis.size, kwargs.get("shift_labels") is not None
-        if not without_values(tokens):
+        if compares and not without_values(tokens):
             self._compare(tokens, kwargs, is_share)
         length = tokens.shape[1] * size if is_share else tokens.shape[1]
         if length % size:

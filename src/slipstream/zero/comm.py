@@ -240,7 +240,8 @@ class ProcessGroupComm(Comm):
         _allow(watch.timeout_s, group)
 
     def _launch(self, operation: str, nbytes: int, sent: int | None = None) -> int:
-        """Record an operation in the ledger, after a comparison across ranks if it is not the expected one.
+        """Record an operation in the ledger, after a comparison across ranks if it is not the one that followed before the same
+        operations, since the last exchange or the beginning of the step.
 
         nbytes: equal on all ranks, of the whole buffer. sent: what leaves this rank; None: the part of the other ranks
         """
