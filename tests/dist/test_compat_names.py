@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.compat.collectives import all_to_all_quant_reduce, reduce_scatter_coalesced
 from slipstream.compat.config import DeepSpeedConfig
 from slipstream.compat.groups import _create_expert_and_data_parallel
 from slipstream.compat.runtime_utils import clip_grad_norm_, get_weight_norm
@@ -62,19 +61,3 @@ def test_heads_for_tokens() -> None:
     with pytest.raises(ValueError, match="over 3 ranks each"):
         _create_expert_and_data_parallel(3)
     _create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
-
-
-@distributed(world_size=2, transports=("gloo",))
-def test_reductions_of_tensors(transport: str) -> None:
-    """Spans of exact means, also of tensors shorter than ranks; of matrices in codes, within half a code."""
-    rank = dist.get_rank()
-    each = [torch.randn(16, 64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    small, mine = torch.full((1,), 3.0), each[rank].bfloat16()
-    own = [part.numel() for part in reduce_scatter_coalesced([small, mine, torch.ones(7)])]
-    assert own == [1 - rank, 512, 4 - rank] and torch.equal(small, torch.full((1,), 3.0))
-    mean = (each[0] + each[1]).view(-1).chunk(2)[rank] / 2
-    torch.testing.assert_close(reduce_scatter_coalesced([mine])[0].float(), mean, atol=2e-2, rtol=0)
-    coded, odd, vector = all_to_all_quant_reduce([each[rank], torch.ones(1, 3), each[rank].view(-1)], {})
-    assert torch.equal(vector, reduce_scatter_coalesced([each[rank].view(-1)])[0]) and odd.tolist() == [1.0] * (2 - rank)
-    error, code = (coded - mean).abs().max(), max(part.abs().max() for part in each) / 7
-    assert 0 < error <= code / 2 + 1e-6

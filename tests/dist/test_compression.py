@@ -10,10 +10,7 @@ from torch import nn
 
 import slipstream
 from slipstream import compression
-from slipstream.compat.compression import ColumnParallelLinear_Compress, RowParallelLinear_Compress
 from slipstream.compression.layers import LinearLayer_Compress
-from slipstream.compression.quantize import quantized
-from slipstream.compression.schedule import Bits
 from tests import toy
 from tests.pool import distributed
 from tests.unit.test_compression import MOQ, Curved, curved, hessian_shares, losses_of, snipped
@@ -156,53 +153,6 @@ def test_eigenvalues_are_of_the_mean_loss_on_every_rank(transport: str) -> None:
         engine = curved(ordered, 2, own, **more)
         assert losses_of(engine) == [[2, 4 * factor] for factor in expected]
         engine.destroy()
-
-
-class Two:
-    """An mpu of two ranks."""
-
-    def get_model_parallel_world_size(self) -> int:
-        return 2
-
-    def get_model_parallel_group(self) -> Any:
-        return dist.group.WORLD
-
-
-@distributed(world_size=2)
-def test_layers_of_megatron_compute_as_whole_ones() -> None:
-    """A column and a row layer, whose weights are rounded on each rank: outputs and gradients of both as of whole layers."""
-    rank, mpu = dist.get_rank(), Two()
-    torch.manual_seed(0)
-    up, down, x = nn.Linear(8, 12), nn.Linear(12, 4), torch.randn(3, 8, requires_grad=True)
-    column = ColumnParallelLinear_Compress(mpu, 8, 12, gather_output=False)
-    row = RowParallelLinear_Compress(mpu, 12, 4, input_is_parallel=True)
-    whole = ColumnParallelLinear_Compress(mpu, 8, 12, skip_bias_add=True)
-    halves = [up.weight.detach().split(6)[rank], up.bias.detach().split(6)[rank], down.weight.detach().split(6, 1)[rank]]
-    with torch.no_grad():
-        for layer in (column, whole):
-            layer.weight.copy_(halves[0])
-            layer.bias.copy_(halves[1])
-        row.weight.copy_(halves[2])
-        row.bias.copy_(down.bias)
-        up.weight.copy_(torch.cat([quantized(part, 4, 2) for part in up.weight.split(6)]))
-    for layer in (column, whole):
-        layer.enable_weight_quantization(Bits(start=4, target=4), groups=2)
-        layer.clock.step = 0
-    hidden, none = column(own := x.detach().clone().requires_grad_())
-    out, also_none = row(torch.relu(hidden))
-    assert none is None and also_none is None and hidden.shape == (3, 6)
-    expected = down(torch.relu(up(x)))
-    torch.testing.assert_close(out, expected)
-    out.square().sum().backward()
-    expected.square().sum().backward()
-    torch.testing.assert_close(own.grad, x.grad)
-    torch.testing.assert_close(column.weight.grad, up.weight.grad.split(6)[rank])
-    torch.testing.assert_close(row.weight.grad, down.weight.grad.split(6, 1)[rank])
-    gathered, bias = whole(x)
-    torch.testing.assert_close(gathered, up(x) - up.bias)
-    assert torch.equal(bias, halves[1])
-    with pytest.raises(ValueError, match="2 model-parallel ranks do not divide 7 features"):
-        RowParallelLinear_Compress(mpu, 7, 4)
 
 
 @distributed(world_size=2)

@@ -474,22 +474,6 @@ def test_a_schedule_of_the_json_is_the_one_that_is_imported(deepspeed: Any, capl
         toy.make(toy.seeded(toy.Lm), 1, scheduler=block)
 
 
-def test_schedules_from_flags() -> None:
-    import argparse
-
-    module = load("runtime.lr_schedules")
-    parser = module.add_tuning_arguments(argparse.ArgumentParser())
-    args = parser.parse_args(["--lr_schedule", "LRRangeTest", "--lr_range_test_min_lr", "0.5", "--lr_range_test_staircase"])
-    config, why = module.get_config_from_args(args)
-    assert why is None and config["type"] == "LRRangeTest" and config["params"]["lr_range_test_staircase"] is True
-    assert module.LRRangeTest(optimizer(), **config["params"]).get_lr() == [0.5]
-    args = parser.parse_args(["--lr_schedule", "WarmupCosineLR", "--warmup_num_steps", "7", "--cycle_momentum"])
-    config, _ = module.get_config_from_args(args)
-    assert config["params"] == {"warmup_num_steps": 7, "warmup_type": "log", "warmup_min_ratio": 0.01, "cos_min_ratio": 0.01}
-    assert args.cycle_momentum
-    assert module.get_config_from_args(argparse.Namespace()) == (None, "--lr_schedule not specified on command line")
-
-
 # -- deepspeed.runtime.utils --
 
 

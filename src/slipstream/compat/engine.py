@@ -21,7 +21,7 @@ from torch import Tensor
 import slipstream
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.save import agree_on_tag
-from slipstream.compat import groups, sparse, zero
+from slipstream.compat import groups, zero
 from slipstream.compat.comm import configured
 from slipstream.compat.compression import quantize_training
 from slipstream.compat.handles import carries_scale, serve_optimizer
@@ -44,6 +44,7 @@ from slipstream.train.window import UnusedParameterError
 from slipstream.world.join import local_rank
 from slipstream.zero.comm import gather_objects
 
+from slipstream.zero.leaves import rows_of
 T = TypeVar("T")
 DeepSpeedConfigError = ValueError  # Slipstream raises ValueError for every user error
 
@@ -177,11 +178,7 @@ class DeepSpeedEngine(Engine):
     communication_data_type = property(_of(lambda plan: plan.precision.comm_dtype or plan.precision.param_dtype))
     dynamic_loss_scale = _of(lambda plan: plan.precision.loss_scale is not None and plan.precision.loss_scale.static is None)
     mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
-    gradient_average = property(_of(lambda plan: plan.zero.reduce_op == "mean"), sparse.set_gradient_average)
-    sparse_tensor_module_names = property(sparse.sparse_tensor_module_names)
-    all_gather_scalar, sparse_all_gather = sparse.all_gather_scalar, sparse.sparse_all_gather
-    sparse_allreduce, sparse_allreduce_bucket = sparse.sparse_allreduce, sparse.sparse_allreduce_bucket
-    sparse_allreduce_no_retain = sparse.sparse_allreduce_no_retain
+    gradient_average = property(_of(lambda plan: plan.zero.reduce_op == "mean"))
     quantize_training = _of(lambda plan: quantize_training(plan.compression or {}))
 
     is_compiled = property(lambda self: self.module._compiled_call_impl is not None)
@@ -280,6 +277,19 @@ class DeepSpeedEngine(Engine):
     get_tensor_parallel_rank = get_model_parallel_rank = getter("mesh.tp.index")
     get_tensor_parallel_world_size = getter("mesh.tp.size")
     get_sequence_parallel_group = getter("mesh.sp.group")
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The names of the weights whose gradients travel as rows."""
+        return set(rows_of(self.module)) if self.plan.zero.sends_rows else set()
+
+    def all_gather_scalar(self, value: Tensor, dp_group: Any) -> list[Tensor]:
+        """Every rank's `value`, which has one shape on all ranks. Collective."""
+        if not dist.is_initialized():
+            return [value.detach().clone()]
+        gathered = [torch.zeros_like(value) for _ in range(dist.get_world_size(dp_group))]
+        dist.all_gather(gathered, value.detach().contiguous(), group=dp_group)
+        return gathered
+
     get_sequence_parallel_rank = getter("mesh.sp.index")
     get_sequence_parallel_world_size = getter("mesh.sp.size")
 

@@ -49,13 +49,10 @@ inference.v2 compat.ragged: DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceE
     SchedulingError SchedulingResult AllocationMode DSStateManagerConfig MemoryConfig
 compression compression: init_compression redundancy_clean student_initialization
 compression.helper compression: convert_conv1d_to_linear
-compression.helper compat.compression: fix_compression is_module_compressible module_replacement recursive_getattr recursive_setattr
+compression.helper compat.compression: recursive_getattr recursive_setattr
 compression.scheduler compression: compression_scheduler
-compression.utils compression: AsymQuantizer BinaryQuantizer SymQuantizer TernaryQuantizer TopKBinarizer
-compression.basic_layer compression: BNLayer_Compress Conv2dLayer_Compress Embedding_Compress LinearLayer_Compress QuantAct
-compression.basic_layer compat.compression: ColumnParallelLinear_Compress RowParallelLinear_Compress
+compression.basic_layer compression: BNLayer_Compress Conv2dLayer_Compress Embedding_Compress LinearLayer_Compress
 utils.module_utils compat.compression: recursive_getattr recursive_setattr
-runtime.quantize compat.compression: Quantizer
 runtime.data_pipeline.curriculum_scheduler data: CurriculumScheduler
 runtime.data_pipeline.data_sampling.indexed_dataset data.indexed: MMapIndexedDataset MMapIndexedDatasetBuilder code data_file_path
     dataset_exists index_file_path make_builder make_dataset
@@ -92,9 +89,6 @@ monitor.monitor observe.monitors: MonitorMaster
 monitor.monitor compat.monitors: TensorBoardMonitor WandbMonitor csvMonitor CometMonitor
 utils.config compat.config: DeepSpeedThroughputTimerConfig get_timers_config
 runtime.engine compat.engine: DeepSpeedEngine
-runtime.engine compat.sparse: split_half_float_double_sparse
-runtime.sparse_tensor compat.sparse: SparseTensor
-runtime.comm.coalesced_collectives compat.collectives: all_to_all_quant_reduce reduce_scatter_coalesced
 runtime.zero compat.zero: GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter
     unregister_external_parameter unwrap_model_for_generation is_zero_param restore_init_context shutdown_init_context
     zero_wrapper_for_fp_tensor_constructor ZeRORuntimeException apply_to_tensors_only
@@ -110,14 +104,13 @@ runtime.zero.stage3 compat.zero: unwrap_model_for_generation
 runtime.bf16_optimizer compat.handles: BF16_Optimizer
 runtime.fp16.fused_optimizer compat.handles: FP16_Optimizer
 runtime.fp16.unfused_optimizer compat.handles: FP16_UnfusedOptimizer
-runtime.lr_schedules compat.schedules: LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments
-    get_config_from_args parse_arguments
+runtime.lr_schedules compat.schedules: LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR
 runtime.dataloader compat.handles: DeepSpeedDataLoader
 runtime.dataloader -: RepeatingLoader
 runtime.fp16.loss_scaler compat.pickled: DynamicLossScaler LossScaler LossScalerBase
-runtime.pipe.schedule compat.pipe_schedules: BackwardPass BufferOpInstruction CommitP2P DataParallelSchedule DualPipeVSchedule
-    ForwardPass InferenceSchedule LoadMicroBatch OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad ReduceGrads
-    ReduceTiedGrads SendActivation SendGrad TrainSchedule
+runtime.pipe.schedule compat.pipe_schedules: BackwardPass BufferOpInstruction DataParallelSchedule ForwardPass InferenceSchedule
+    LoadMicroBatch OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation
+    SendGrad TrainSchedule
 runtime.utils compat.utils: copy_to_device move_to_device see_memory_usage set_random_seed
 runtime.utils compat.runtime_utils: call_to_str clip_grad_norm_ clip_tensors_by_global_norm empty_cache get_global_norm
     get_global_norm_of_tensors get_ma_status get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm
@@ -218,9 +211,16 @@ runtime.fp16.loss_scaler: loss scaler classes; the engine scales losses, and opt
 runtime.config: the inside of DeepSpeed's config; DeepSpeedConfig has its values as attributes
 runtime.sequence_parallel.ulysses_sp sequence: the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is
     served
+runtime.sparse_tensor runtime.engine/split_half_float_double_sparse sparse_allreduce() sparse_allreduce_bucket()
+    sparse_allreduce_no_retain() sparse_all_gather(): DeepSpeed's sums of rows; "sparse_gradients": true in the config sends only
+    those rows of embeddings' gradients that are not 0
+runtime.comm.coalesced_collectives: DeepSpeed's reductions of gradients; communication_data_type int4 sends the engine's in codes,
+    and torch.distributed.reduce_scatter_tensor reduces those of a script
 runtime.fp16.onebit: the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
 runtime.comm: a transport of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
 runtime.lr_schedules: the inside of DeepSpeed's schedules; the config's scheduler sets the rate
+runtime.pipe.schedule/DualPipeVSchedule runtime.pipe.schedule/CommitP2P: instructions of DeepSpeed's DualPipeV; a DualPipeVModule,
+    or slipstream.pipeline.schedule "v", trains in this order
 runtime.weight_quantizer: quantization of Megatron's files; slipstream.quantize packs a model's layers
 runtime.pipe: the inside of DeepSpeed's pipeline; engine.schedule holds the order of this engine's steps
 runtime.data_pipeline: the inside of DeepSpeed's data efficiency; the config's data_efficiency works, and slipstream.data has its
@@ -244,7 +244,10 @@ autotuning autotuning_metric() autotuning_metric_path() autotuning_model_info_pa
     `slipstream tune`
 train_batch() eval_batch(): a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch),
     with engine.backward(loss) and engine.step() to train, under torch.no_grad() to evaluate
-quantizer(): an object beside the weights' own schedule; deepspeed.runtime.quantize.Quantizer steps parameters of a script
+runtime.quantize quantizer() compression: the inside of DeepSpeed's compression; compression_training in the config, or
+    init_compression(model, config), quantizes and prunes the modules that it names
+compression.basic_layer/ColumnParallelLinear_Compress compression.basic_layer/RowParallelLinear_Compress: compressed slices of an
+    mpu's layers; compress whole layers, which zero_optimization.stage 3 shards
 allreduce_gradients() allreduce_bucket() allreduce_and_copy() allreduce_no_retain() buffered_allreduce_fallback(): the engine
     reduces gradients during backward and step
 clip_fp32_gradients(): step() clips gradients to gradient_clipping

@@ -6,7 +6,6 @@ For scripts that read or extend them. Slipstream's own pipelines follow `slipstr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -43,9 +42,6 @@ def _kind(name: str, base: type[T], meaning: str) -> type[T]:
 OptimizerStep = _kind("OptimizerStep", PipeInstruction, "Step the optimizer and clear the gradients.")
 ReduceGrads = _kind("ReduceGrads", PipeInstruction, "Reduce the gradients over the data-parallel ranks of the stage.")
 ReduceTiedGrads = _kind("ReduceTiedGrads", PipeInstruction, "Sum the gradients of tied modules over their stages.")
-CommitP2P = _kind(
-    "CommitP2P", PipeInstruction, "Start the sends and receives since the last CommitP2P together, and wait for them."
-)
 LoadMicroBatch = _kind("LoadMicroBatch", BufferOpInstruction, "Take the next micro-batch from the data iterator.")
 ForwardPass = _kind("ForwardPass", BufferOpInstruction, "Run the stage.")
 BackwardPass = _kind("BackwardPass", BufferOpInstruction, "Run the stage's backward and accumulate gradients.")
@@ -164,69 +160,3 @@ class TrainSchedule(PipeSchedule):
         if step_id % 2 == self.stage_id % 2:
             return (step_id - self.stage_id) // 2, True
         return (step_id + self.stage_id + 1) // 2 - self.stages, False
-
-
-class DualPipeVSchedule(PipeSchedule):
-    """DualPipeV of DeepSeek-V3: rank `stage_id` has that stage (phase 0) and stage 2 * stages - 1 - stage_id (phase 1).
-
-    A buffer is number phase * micro_batches + micro-batch. Sends and receives are complete after the next CommitP2P. As in 0.19.8 a
-    BackwardPass includes the gradients of the weights. Raises ValueError for fewer than 2 * stages micro-batches.
-    """
-
-    def __init__(self, micro_batches: int, stages: int, stage_id: int, forward_only: bool = False) -> None:
-        super().__init__(micro_batches, stages, stage_id)
-        if micro_batches < 2 * stages:
-            raise ValueError(
-                f"DualPipeV on {stages} stages needs at least {2 * stages} micro-batches, not {micro_batches}: set "
-                f"gradient_accumulation_steps to {2 * stages} or more"
-            )
-        self.forward_only = forward_only
-
-    def num_pipe_buffers(self) -> int:
-        return 2 * self.micro_batches
-
-    def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Translate the steps of `_plan`, without the instructions that the ends of the V do not have."""
-        done: Counter[str] = Counter()
-        ends = ((self.is_first_stage, "<F0 B0> F1> <B1"), (self.is_last_stage, "F0> <B0 <F1 B1>"))
-        absent = {word for is_end, words in ends if is_end for word in words.split()}
-        for plan in self._plan():
-            step: list[PipeInstruction] = []
-            for word in plan.split():
-                if word not in absent:
-                    step += self._instructions(word, done)
-            yield step
-        yield [CommitP2P()] if self.forward_only else [CommitP2P(), ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
-
-    def _plan(self) -> Iterator[str]:
-        """The eight published parts: F and B of a phase, <F0 receives, F0> sends, | commits, and so does W for a weight pass."""
-        after, upto, main = self.stages - 1 - self.stage_id, self.stage_id + 1, self.micro_batches - 2 * self.stages
-        yield from ["<F0 | F0 F0>"] * (2 * after)
-        yield "<F0"
-        for i in range(upto):
-            yield "| F0 <F0 <F1 | F1 F0>" if self.is_last_stage and i == upto - 1 else "| F0 <F0 <F1 | F1 F1> F0>"
-        yield from ["<B1 | B1 B1> <F1 W | F1 F1>"] * after
-        for i in range(main + upto):
-            first = "<F0 <B1 | F0 B1 F0> B1>" if i else "| F0 F1> <B1 | B1 F0> B1>" if self.is_last_stage else "<B1 | F0 B1 F0> B1>"
-            yield f"{first} <F1 <B0 | F1 B0 F1> B0>"
-        yield from ["<B1 | B1 B1> <F1 <B0 | F1 B0 F1> B0>"] * after
-        yield from ["<B1 | B1 B1> <B0 | B0 B0>"] * upto
-        yield from ["W <B0 | B0 B0>"] * after
-        yield from ["W"] * upto
-
-    def _instructions(self, word: str, done: Counter[str]) -> list[PipeInstruction]:
-        """A word of the plan. `done` counts, for each word, the micro-batches that it has had."""
-        is_forward = "F" in word
-        if word == "|" or (word == "W" and not self.forward_only):
-            return [CommitP2P()]
-        if self.forward_only and not is_forward:
-            return []
-        phase = int(word.strip("<>FB"))
-        buffer_id = phase * self.micro_batches + done[word]
-        done[word] += 1
-        if word[0] == "<":
-            return [(RecvActivation if is_forward else RecvGrad)(buffer_id, phase=phase)]
-        if word[-1] == ">":
-            return [(SendActivation if is_forward else SendGrad)(buffer_id, phase=phase)]
-        load = [LoadMicroBatch(buffer_id)] if self.is_first_stage and word == "F0" else []
-        return [*load, (ForwardPass if is_forward else BackwardPass)(buffer_id, phase=phase)]

@@ -5,7 +5,6 @@ The attributes are read-only. `serve_schedule` adds them to a schedule created f
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
 import logging
@@ -101,57 +100,3 @@ def serve_schedule(scheduler: Any) -> None:
     """Change the class of a schedule created from the JSON to the one in this module, which has no additional state."""
     if type(scheduler) in _SERVED:
         scheduler.__class__ = _SERVED[type(scheduler)]
-
-
-# -- command-line flags: schedule -> {argument: default}; WarmupDecayLR uses WarmupLR's --
-
-_TUNING: Mapping[str, Mapping[str, Any]] = {
-    "LRRangeTest": {
-        "lr_range_test_min_lr": 0.001,
-        "lr_range_test_step_rate": 1.0,
-        "lr_range_test_step_size": 1000,
-        "lr_range_test_staircase": False,
-    },
-    "OneCycle": {
-        "cycle_first_step_size": 1000,
-        "cycle_first_stair_count": -1,
-        "cycle_second_step_size": -1,
-        "cycle_second_stair_count": -1,
-        "decay_step_size": 1000,
-        "cycle_min_lr": 0.01,
-        "cycle_max_lr": 0.1,
-        "decay_lr_rate": 0.0,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0.0,
-    },
-    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": "log"},
-    "WarmupCosineLR": {"warmup_num_steps": 1000, "warmup_type": "log", "warmup_min_ratio": 0.01, "cos_min_ratio": 0.01},
-}
-
-
-def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags that `get_config_from_args` reads; `initialize` ignores them."""
-    group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
-    group.add_argument("--lr_schedule", type=str, default=None)
-    flags = {name: default for defaults in _TUNING.values() for name, default in defaults.items()}
-    for name, default in (flags | {"cycle_momentum": False}).items():
-        kind: dict[str, Any] = {"action": "store_true"} if isinstance(default, bool) else {"type": type(default)}
-        group.add_argument(f"--{name}", default=default, **kind)
-    return parser
-
-
-def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Parse the flags on the command line. Returns them and the remaining arguments."""
-    return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
-
-
-def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """Return (the `scheduler` block described by the flags, None), or (None, the reason why there is none)."""
-    name = getattr(args, "lr_schedule", None)
-    if name is None:
-        return None, "--lr_schedule not specified on command line"
-    if name not in schedules.VALID:
-        return None, f"{name} is not supported LR schedule"
-    values = {flag: getattr(args, flag, None) for flag in _TUNING.get(name, _TUNING["WarmupLR"])}
-    return {"type": name, "params": {flag: value for flag, value in values.items() if value is not None}}, None

@@ -10,26 +10,13 @@ from slipstream.compression.compress import (
 )
 from slipstream.compression.export import export
 from slipstream.compression.layers import BNLayer_Compress, Conv2dLayer_Compress, Embedding_Compress, LinearLayer_Compress
-from slipstream.compression.quantize import (
-    AsymQuantizer,
-    BinaryQuantizer,
-    QuantAct,
-    SymQuantizer,
-    TernaryQuantizer,
-    TopKBinarizer,
-    fake_quantize,
-)
+from slipstream.compression.quantize import TopKBinarizer, fake_quantize
 
 __all__ = [
-    "AsymQuantizer",
     "BNLayer_Compress",
-    "BinaryQuantizer",
     "Conv2dLayer_Compress",
     "Embedding_Compress",
     "LinearLayer_Compress",
-    "QuantAct",
-    "SymQuantizer",
-    "TernaryQuantizer",
     "TopKBinarizer",
     "compression_scheduler",
     "convert_conv1d_to_linear",

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream import ops
 from slipstream.ops.grid import group_ends, on_grid
@@ -116,82 +116,16 @@ def served(w: Tensor, bits: int) -> tuple[Tensor, ...]:
     return ops.quantize_int8(rows) if bits == 8 else ops.quantize_int4(rows, SERVED_GROUP)
 
 
-class _Quantizer:
-    """DeepSpeed's call of a formula: `apply(input, num_bits, min_value, max_value, num_groups)`."""
-
-    kind: Kind = "symmetric"
-    bits: int | None = None
-
-    @classmethod
-    def apply(cls, input: Tensor, num_bits: int = 8, min_value: Any = None, max_value: Any = None, num_groups: int = 1) -> Tensor:
-        """min_value and max_value: fixed ranges, of one group; None: those of the input."""
-        bits = num_bits if cls.bits is None else cls.bits
-        if min_value is None:
-            return fake_quantize(input, bits, num_groups, cls.kind)
-        if num_groups != 1:
-            raise ValueError(f"a fixed range is of one group, and num_groups is {num_groups}")
-        return through(input, in_range(input.detach(), bits, min_value, max_value, cls.kind))
-
-
-def in_range(x: Tensor, bits: int, least: Any, most: Any, kind: Kind) -> Tensor:
-    """x rounded on the grid of the range [least, most] (scalars or tensors of one element), without a gradient."""
-    low, high = (torch.as_tensor(end, dtype=torch.float32, device=x.device).reshape(1) for end in (least, most))
-    return on_grid(x, *_grid(low, high, bits, kind == "symmetric"))
-
-
 def in_kept_range(x: Tensor, ends: Tensor, bits: int, kind: Kind) -> Tensor:
     """x rounded in the range `ends` [2], least and largest, its gradient as it is; in its own if they are 0, of no step yet."""
-    now = torch.where(ends.any(), ends, torch.stack(x.detach().aminmax()).to(ends.dtype))
-    return x + (in_range(x.detach(), bits, now[0], now[1], kind) - x).detach()
+    now = torch.where(ends.any(), ends, torch.stack(x.detach().aminmax()).to(ends.dtype)).float()
+    return x + (on_grid(x.detach(), *_grid(now[:1], now[1:], bits, kind == "symmetric")) - x).detach()
 
 
 def moved_range(ends: Tensor, seen: Tensor, momentum: float = 0.95) -> Tensor:
     """A range after a step. seen: [2], minus the least and the largest input of the step; the range stays if one is not finite."""
     new = torch.stack([-seen[0], seen[1]])
     return torch.where(seen.isfinite().all(), torch.where(ends.any(), ends * momentum + new * (1 - momentum), new), ends)
-
-
-class QuantAct(nn.Module):
-    """Rounds activations in a range that follows those of training: moving averages of their ends, in the buffer `x_min_max`."""
-
-    x_min_max: Tensor
-
-    def __init__(self, act_range_momentum: float = 0.95, quant_mode: Kind = "symmetric") -> None:
-        super().__init__()
-        if quant_mode not in ("symmetric", "asymmetric"):
-            raise ValueError(f"QuantAct: quant_mode ({quant_mode!r}) must be 'symmetric' or 'asymmetric'")
-        self.act_range_momentum, self.quant_mode = act_range_momentum, quant_mode
-        self.register_buffer("x_min_max", torch.zeros(2))
-
-    def forward(self, x: Tensor, num_bits: int, *unused: Any) -> Tensor:
-        """unused: the other arguments of a quantizer's `apply`, which a moving range replaces."""
-        if self.training:
-            least, most = x.detach().aminmax()
-            seen = torch.stack([-least, most]).to(self.x_min_max.dtype)
-            self.x_min_max.copy_(moved_range(self.x_min_max, seen, self.act_range_momentum))
-        return in_kept_range(x, self.x_min_max, num_bits, self.quant_mode)
-
-
-class SymQuantizer(_Quantizer):
-    """Symmetric."""
-
-
-class AsymQuantizer(_Quantizer):
-    """Asymmetric."""
-
-    kind = "asymmetric"
-
-
-class TernaryQuantizer(_Quantizer):
-    """2 bits."""
-
-    bits = 2
-
-
-class BinaryQuantizer(_Quantizer):
-    """1 bit."""
-
-    bits = 1
 
 
 class TopKBinarizer(torch.autograd.Function):
