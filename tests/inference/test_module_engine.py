@@ -214,6 +214,10 @@ def test_generates_transformers_text(monkeypatch: pytest.MonkeyPatch) -> None:
         weight.data.copy_(weight.flip(0))
     reference.load_state_dict(model.state_dict())
     assert engine.generate(**greedy[0]).equal(reference.generate(**greedy[0]))
+    monkeypatch.undo()
+    engine.destroy()
+    engine.destroy()
+    assert engine.generate(**greedy[0]).equal(reference.generate(**greedy[0]))
 
 
 @native

@@ -117,8 +117,10 @@ def test_what_deepspeed_has_dropped_says_so_in_a_sentence(deepspeed: ModuleType)
 
 def test_whether_a_module_is_there(deepspeed: ModuleType) -> None:
     """OpenFold asks for DeepSpeed's attention before it imports it."""
-    for module, is_there in (("zero", True), ("launcher.runner", True), ("ops.deepspeed4science", False), ("linear.config", False)):
-        assert (importlib.util.find_spec(f"deepspeed.{module}") is not None) is is_there
+    for module in ("zero", "launcher.runner", "profiling"):
+        assert importlib.util.find_spec(f"deepspeed.{module}") is not None
+    for module in ("ops.deepspeed4science", "linear", "linear.config", "ops.aio", "runtime.sparse_tensor"):
+        assert importlib.util.find_spec(f"deepspeed.{module}") is None
 
 
 def test_what_clients_look_for_when_they_import(deepspeed: Any) -> None:
@@ -388,6 +390,9 @@ def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
     state = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     expected = engine.module_state_dict()
     assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+    engine.load_module_state_dict({"module": {name: value + 1 for name, value in expected.items()}}, fetch_z3_params=True)
+    assert all(torch.equal(value, expected[name] + 1) for name, value in engine.module_state_dict().items())
+    engine.load_module_state_dict(expected)
     other = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(toy.seeded(toy.Lm, seed=5), tmp_path)
     assert torch.equal(other.head.weight, expected["head.weight"])
     assert engine.save_16bit_model(str(tmp_path / "out")) is True
@@ -654,6 +659,10 @@ def test_the_engine_says_what_the_config_says(deepspeed: Any) -> None:
     assert sampling == engine.data_sampling_config() and not sampling["enabled"] and not routing["enabled"]
     for name in names.CONFIG_GETTERS:
         getattr(bare, name)(), getattr(engine, name)()
+    assert engine.torch_autocast_lower_precision_safe_modules()[::3] == [
+        "torch.nn.modules.linear.Linear",
+        "torch.nn.modules.conv.Conv3d",
+    ]
     assert not engine.is_compiled
     engine.compile(backend="eager")
     assert engine.is_compiled

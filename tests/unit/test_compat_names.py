@@ -180,7 +180,8 @@ def test_a_builder_loads_or_says_what_to_use() -> None:
         op = builder()
         assert compatible[builder.NAME] is op.is_compatible() and isinstance(op, module.OpBuilder)
         if op.is_compatible():
-            assert all(map(callable, vars(op.load()).values()))
+            loaded = vars(op.load())
+            assert loaded.pop("__name__") == builder.NAME and all(map(callable, loaded.values()))
         else:
             with pytest.raises(ImportError, match=rf"{builder.__name__}.load\(\): Slipstream has no '{op.name}' op; \w"):
                 op.load()

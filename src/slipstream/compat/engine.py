@@ -25,6 +25,7 @@ from slipstream.compat import groups, zero
 from slipstream.compat.comm import configured
 from slipstream.compat.compression import quantize_training
 from slipstream.compat.handles import carries_scale, serve_optimizer
+from slipstream.compat.monitors import MonitorMaster
 from slipstream.compat.names import CONFIG_GETTERS, CONFIG_METHODS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.timers import StepLines, Timer
@@ -43,8 +44,8 @@ from slipstream.train.random_ltd import RandomLTDScheduler, token_drop_of
 from slipstream.train.window import UnusedParameterError
 from slipstream.world.join import local_rank
 from slipstream.zero.comm import gather_objects
-
 from slipstream.zero.leaves import rows_of
+
 T = TypeVar("T")
 DeepSpeedConfigError = ValueError  # Slipstream raises ValueError for every user error
 
@@ -190,6 +191,10 @@ class DeepSpeedEngine(Engine):
         own = self.client_optimizer
         return self._config.optimizer_name if own is None else type(own).__name__
 
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        names = "linear.Linear conv.Conv1d conv.Conv2d conv.Conv3d".split()  # noqa: SIM905 (DeepSpeed's)
+        return self._config.torch_autocast_lower_precision_safe_modules or [f"torch.nn.modules.{name}" for name in names]
+
     def postscale_gradients(self) -> bool:
         return not self._config.prescale_gradients
 
@@ -242,9 +247,12 @@ class DeepSpeedEngine(Engine):
         return self.lines.timers.get_timers()
 
     @property
-    def monitor(self) -> Monitors:
+    def monitor(self) -> MonitorMaster:
         """Takes `write_events([(tag, value, samples)])` of the script; without an enabled block it writes nothing."""
-        return self.states.resources.get("monitors") or Monitors({})
+        monitors = self.states.resources.get("monitors") or Monitors({})
+        monitors.__class__ = MonitorMaster  # which adds only attributes
+        assert isinstance(monitors, MonitorMaster)
+        return monitors
 
     def get_pld_theta(self) -> float | None:
         drop = self.progressive_layer_drop
@@ -269,14 +277,6 @@ class DeepSpeedEngine(Engine):
 
     # -- ranks --
 
-    global_rank = property(lambda self: dist.get_rank() if dist.is_initialized() else 0)
-    local_rank = property(lambda self: local_rank())
-    dp_world_size = property(lambda self: self.mesh.batch.size)
-    mp_world_size = property(lambda self: self.mesh.tp.size)
-    data_parallel_group = property(lambda self: self.mesh.batch.group)
-    get_tensor_parallel_rank = get_model_parallel_rank = getter("mesh.tp.index")
-    get_tensor_parallel_world_size = getter("mesh.tp.size")
-    get_sequence_parallel_group = getter("mesh.sp.group")
     @property
     def sparse_tensor_module_names(self) -> set[str]:
         """The names of the weights whose gradients travel as rows."""
@@ -290,6 +290,14 @@ class DeepSpeedEngine(Engine):
         dist.all_gather(gathered, value.detach().contiguous(), group=dp_group)
         return gathered
 
+    global_rank = property(lambda self: dist.get_rank() if dist.is_initialized() else 0)
+    local_rank = property(lambda self: local_rank())
+    dp_world_size = property(lambda self: self.mesh.batch.size)
+    mp_world_size = property(lambda self: self.mesh.tp.size)
+    data_parallel_group = property(lambda self: self.mesh.batch.group)
+    get_tensor_parallel_rank = get_model_parallel_rank = getter("mesh.tp.index")
+    get_tensor_parallel_world_size = getter("mesh.tp.size")
+    get_sequence_parallel_group = getter("mesh.sp.group")
     get_sequence_parallel_rank = getter("mesh.sp.index")
     get_sequence_parallel_world_size = getter("mesh.sp.size")
 
@@ -352,7 +360,10 @@ class DeepSpeedEngine(Engine):
         frozen = {name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad}
         return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
 
-    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None) -> Any:
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, fetch_z3_params: bool = False
+    ) -> Any:
+        """Load a complete state. Collective; sharded weights are filled at every stage, whatever `fetch_z3_params` says."""
         if custom_load_fn is not None:
             raise ValueError("load_module_state_dict(custom_load_fn=): use engine.load_state_dict with the tensors to load")
         return self.load_state_dict(checkpoint.get("module", checkpoint), strict=strict)

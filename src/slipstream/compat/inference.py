@@ -230,6 +230,12 @@ class InferenceEngine(nn.Module):
             return answers
         return self.module.generate(inputs, generation_config=generation_config, **kwargs)  # type: ignore[operator]
 
+    def destroy(self) -> None:
+        """Free what `generate` has beside the module, its cache and its form of the weights; the module's own code answers then."""
+        decoder, self._decoder = self._decoder, None
+        if decoder is not None:
+            decoder.close()
+
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Time every forward from now on, see `model_times`. On a GPU the device is waited for, whatever `use_cuda_events` says."""
         if not self.model_profile_enabled:

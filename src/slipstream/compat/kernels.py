@@ -199,6 +199,10 @@ class Decoder:
             self._known = isinstance(self._engine.engine.runner, NativeDecoder)
             return self._engine if self._known else None
 
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
     def generate(self, ids: Any, generation_config: Any, settings: Mapping[str, Any], times: list[float] | None) -> Tensor | None:
         """Token ids [prompts, tokens and answers]; None for a call that the module's own `generate` has to answer.
 

@@ -28,7 +28,7 @@ def _with_parents(names: Iterable[str]) -> frozenset[str]:
     return frozenset(".".join(part[:i]) for part in parts for i in range(1, len(part) + 1))
 
 
-MODULES = _with_parents([*SERVED, *TABLES, *MISSING, *ALIASES])
+MODULES = _with_parents([*SERVED, *TABLES, *ALIASES])
 
 
 def serve(package: str) -> None:
@@ -114,7 +114,7 @@ def _find(module: ModuleType, name: str) -> Any:
             setattr(module, name, value)
             return value
     for below in (f"{module.__name__}.{name}", f"{real}.{name}"):
-        if below in MODULES:
+        if below in MODULES or below in MISSING:
             return importlib.import_module(below)
     why = _why_not(real, name)
     if why is not None and not name.startswith("__"):

@@ -85,8 +85,7 @@ profiling.config compat.config: DeepSpeedFlopsProfilerConfig
 comm.config compat.config: CommsLoggerConfig DeepSpeedCommsConfig
 compile.config compat.config: CompileConfig
 monitor.config compat.config: CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config
-monitor.monitor observe.monitors: MonitorMaster
-monitor.monitor compat.monitors: TensorBoardMonitor WandbMonitor csvMonitor CometMonitor
+monitor.monitor compat.monitors: CometMonitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor
 utils.config compat.config: DeepSpeedThroughputTimerConfig get_timers_config
 runtime.engine compat.engine: DeepSpeedEngine
 runtime.zero compat.zero: GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter
@@ -211,17 +210,17 @@ runtime.fp16.loss_scaler: loss scaler classes; the engine scales losses, and opt
 runtime.config: the inside of DeepSpeed's config; DeepSpeedConfig has its values as attributes
 runtime.sequence_parallel.ulysses_sp sequence: the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is
     served
+runtime.fp16.onebit: the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
 runtime.sparse_tensor runtime.engine/split_half_float_double_sparse sparse_allreduce() sparse_allreduce_bucket()
     sparse_allreduce_no_retain() sparse_all_gather(): DeepSpeed's sums of rows; "sparse_gradients": true in the config sends only
     those rows of embeddings' gradients that are not 0
 runtime.comm.coalesced_collectives: DeepSpeed's reductions of gradients; communication_data_type int4 sends the engine's in codes,
     and torch.distributed.reduce_scatter_tensor reduces those of a script
-runtime.fp16.onebit: the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
 runtime.comm: a transport of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
 runtime.lr_schedules: the inside of DeepSpeed's schedules; the config's scheduler sets the rate
+runtime.weight_quantizer: quantization of Megatron's files; slipstream.quantize packs a model's layers
 runtime.pipe.schedule/DualPipeVSchedule runtime.pipe.schedule/CommitP2P: instructions of DeepSpeed's DualPipeV; a DualPipeVModule,
     or slipstream.pipeline.schedule "v", trains in this order
-runtime.weight_quantizer: quantization of Megatron's files; slipstream.quantize packs a model's layers
 runtime.pipe: the inside of DeepSpeed's pipeline; engine.schedule holds the order of this engine's steps
 runtime.data_pipeline: the inside of DeepSpeed's data efficiency; the config's data_efficiency works, and slipstream.data has its
     parts
@@ -267,7 +266,6 @@ collect_python_gc(): control of Python's garbage collector; call gc.collect()
 _VALUES = """
 AM - - zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown gradient_predivide_factor log_level
     optimizer_legacy_fusion=optimizer.legacy_fusion tensor_parallel_config=tensor_parallel
-    torch_autocast_lower_precision_safe_modules=torch_autocast.lower_precision_safe_modules
     data_efficiency_enabled=data_efficiency.enabled
 AM - checkpoint. load_universal_checkpoint=load_universal use_node_local_storage
 A - - train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation steps_per_print
@@ -275,6 +273,7 @@ A - - train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_step
     compile_config=compile expert_parallel_config=expert_parallel autotuning_config=autotuning checkpoint_config=checkpoint{}
     weight_quantization_config=weight_quantization zero_optimization_stage=zero_optimization.stage scheduler_name=scheduler.type
     torch_autocast_enabled=torch_autocast.enabled use_data_before_expert_parallel_=use_data_before_expert_parallelism
+    torch_autocast_lower_precision_safe_modules=torch_autocast.lower_precision_safe_modules
     checkpoint_parallel_write_pipeline=checkpoint.parallel_write.pipeline_stage
 A - data_types. grad_accum_dtype param_dtype buffer_dtype
 M zero_ zero_optimization. reduce_scatter offload_optimizer offload_param sub_group_size reduce_bucket_size

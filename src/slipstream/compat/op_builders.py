@@ -40,7 +40,7 @@ class OpBuilder:
         functions = type(self).functions
         if functions is None:
             raise ImportError(f"{type(self).__name__}.load(): Slipstream has no {self.name!r} op; {self.reason}")
-        return SimpleNamespace(**functions())
+        return SimpleNamespace(__name__=self.name, **functions())
 
     jit_load = load
 

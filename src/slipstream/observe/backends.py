@@ -78,15 +78,15 @@ class Tensorboard:
     def __init__(self, output_path: str, job_name: str) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self.writer: Any = SummaryWriter(log_dir=os.path.join(output_path, job_name))
+        self.summary_writer: Any = SummaryWriter(log_dir=os.path.join(output_path, job_name))
 
     def write(self, events: Sequence[Figure]) -> None:
         for tag, value, samples in events:
-            self.writer.add_scalar(tag, value, samples)
-        self.writer.flush()
+            self.summary_writer.add_scalar(tag, value, samples)
+        self.summary_writer.flush()
 
     def close(self) -> None:
-        self.writer.close()
+        self.summary_writer.close()
 
 
 class ServiceRun:

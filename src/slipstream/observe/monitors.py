@@ -163,13 +163,6 @@ def _end(workers: Sequence[_Worker]) -> None:
             logger.warning("monitors: %s missed %d steps, because it was slower than the steps", worker.name, worker.dropped)
 
 
-class MonitorMaster(Monitors):
-    """DeepSpeed's class: the enabled blocks of a `DeepSpeedMonitorConfig`, on rank 0. Raises ValueError for a missing package."""
-
-    def __init__(self, monitor_config: Any) -> None:
-        super().__init__(makers_on_first({name: dict(getattr(monitor_config, name)) for name in DEEPSPEED}))
-
-
 def makers_on_first(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[], Monitor]]:
     """What opens the blocks that are enabled, on rank 0. Raises ValueError for a missing package."""
     chosen = {
