@@ -249,6 +249,11 @@ def test_a_folder_of_another_search_is_refused_unless_it_may_be_overwritten(tmp_
     tune.Tuner(given, {MICRO: 1}, rules).open()
     with pytest.raises(ValueError, match="has a search with another config: pass --overwrite"):
         tune.Tuner(given, {MICRO: 2}, rules).open()
+    other = options(tmp_path, "--metric", "latency")  # whose costs are not those that are known
+    with pytest.raises(ValueError, match="has a search with another metric: pass --overwrite"):
+        tune.Tuner(other, {MICRO: 1}, tune.settle(other, {})).open()
+    longer = options(tmp_path, "--steps", "20")
+    tune.Tuner(longer, {MICRO: 1}, tune.settle(longer, {})).open()
     given.overwrite = True
     tune.Tuner(given, {MICRO: 2}, rules).open()
 

@@ -135,6 +135,8 @@ class Tuner:
         self.folder = Path(options.folder)
         self.task = {"config": config, "command": self._argv(config), "axes": options.axes, "micros": options.micro_batches}
         self.task |= {"search": options.search, "lr_range": options.lr_range}
+        by_loss = rules.metric == "loss" or options.lr_range
+        self.task |= {"metric": rules.metric, "steps": options.steps if by_loss else None}  # which losses are of
         self.rows: list[Outcome] = []
         self.survey: dict[str, Any] | None = None
         self.base: dict[str, Any] = {}  # changes of the run that made the survey
