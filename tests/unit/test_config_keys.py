@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.config import DataWorld, ModelFacts, describe, resolve, schema
+from slipstream.config import plan as plans
 from slipstream.config.keys import Fate, Key, of_fate, say_idle, table
+from slipstream.config.parse import parse
 from slipstream.config.values import Block
 from tests.unit.test_config_schema import nest
 
@@ -163,6 +167,20 @@ def test_every_fate_says_why() -> None:
             assert key.reason, key.name
         else:
             assert key.feature is not None and key.feature.what and key.feature.remedy, key.name
+
+
+def test_a_zero_or_minus_one_that_stands_for_another_value_is_named() -> None:
+    """Where the plan has something else than what the config says, the key's meaning tells so."""
+    sections = [kind for kind in vars(plans).values() if is_dataclass(kind)]
+    found = {}
+    for json in (json for section in sections for jsons in plans.json_keys(section).values() for json in jsons):
+        for value in (0, -1) if json.name in HONORED else ():
+            with suppress(ValueError):  # refused
+                given = parse(nest(json.name, value)).leaves[json.name].value
+                if not isinstance(given, bool) and json.shown(json.read(given)) != value:
+                    found[json.name, value] = HONORED[json.name].meaning
+    assert ("zero_optimization.mics_shard_size", -1) in found and ("steps_per_print", 0) in found
+    assert not {key for key, meaning in found.items() if not re.search(rf"(?<![\w.-]){key[1]}(?![\w.])", meaning)}
 
 
 def proofs(name: str) -> list[str]:

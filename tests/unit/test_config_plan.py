@@ -766,7 +766,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "zero_optimization.cpu_offload_param": flags,
     "aio.block_size": st.sampled_from([1 << 20, 1000]),
     "aio.queue_depth": st.integers(0, 32),
-    "aio.intra_op_parallelism": st.integers(0, 4),
+    "aio.intra_op_parallelism": st.integers(1, 4),
     "steps_per_print": st.sampled_from([0, 10, math.inf, "inf"]),
     "wall_clock_breakdown": flags,
     "memory_breakdown": flags,

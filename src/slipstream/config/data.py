@@ -68,18 +68,18 @@ class DynamicBatching(Block):
         "linear", "The rate's factor: samples of the batch over train_batch_size, its square root, or 1."
     )
     min_batch_size: Count = honored(1, "The fewest samples of a micro-batch.")
-    max_batch_size: Count | None = honored(None, "The most samples of a micro-batch.")
+    max_batch_size: Count | None = honored(None, "The most samples of a micro-batch; not set: as many as have room.")
     sequence_picking_order: Word[Literal["dataloader", "random", "seqlen"]] = honored(
         "dataloader", "The order in which samples fill micro-batches: the dataset's, shuffled once, or by length."
     )
-    max_tokens: Count | None = honored(None, "The most tokens of a micro-batch; longer samples are left out.")
+    max_tokens: Count | None = honored(None, "The most tokens of a micro-batch, to be set; longer samples are left out.")
     verbose: bool = honored(False, "Log the batches and the learning rates.")
 
 
 class DataSampling(Block):
     enabled: bool = honored(False, "Allow the blocks in it.")
     num_epochs: Count = honored(1000, "Samples of one iteration of the loader, in sizes of the dataset.")
-    num_workers: Size = honored(0, "Processes that read samples.")
+    num_workers: Size = honored(0, "Processes that read samples; 0: the rank itself reads them.")
     pin_memory: bool = no_effect(False, "batches are pinned if the device is a GPU")
     curriculum_learning: DataCurriculum = DataCurriculum()
     dynamic_batching: DynamicBatching = DynamicBatching()

@@ -28,7 +28,7 @@ class TensorParallelSize(Block):
 
 
 class TensorParallel(Block):
-    autotp_size: Size = honored(0, "Ranks that share each layer; the same as `slipstream.mesh.tp`.")
+    autotp_size: Size = honored(0, "Ranks that share each layer; the same as `slipstream.mesh.tp`, which decides if it is 0 or 1.")
     tp: TensorParallelSize = TensorParallelSize()
     dtype: str | None = no_effect("fp16", "fp16 and bf16 decide the dtype")
     preset_model: str | None = honored(None, "Plan of a known model: llama, qwen2, bloom, gpt2, opt, ...")
@@ -215,7 +215,9 @@ class ActivationCheckpointing(Block):
         "saved inputs are the block's own input tensors, not copies in a buffer; "
         "PYTORCH_ALLOC_CONF=expandable_segments:True reduces fragmentation of CUDA memory",
     )
-    number_checkpoints: Size | None = honored(None, "Recompute this many of the repeated blocks, from the first; not set: all.")
+    number_checkpoints: Size | None = honored(
+        None, "Recompute this many of the repeated blocks, from the first; 0, not set: all, if another key asks for recomputation."
+    )
     synchronize_checkpoint_boundary: bool = honored(False, "Synchronize the device before and after each recomputed block.")
     profile: bool = honored(False, "Log the time of recomputation, in seconds.")
 

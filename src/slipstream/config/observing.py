@@ -15,7 +15,7 @@ from slipstream.config.values import Block, Count, Int, Names, Positive, Real, S
 class FlopsProfiler(Block):
     enabled: bool = honored(False, "Profile one step: parameters, MACs, FLOP and latency of each module.")
     profile_step: Annotated[Int, Field(ge=-1)] = honored(1, "Steps before the one that is profiled; -1: none is.")
-    module_depth: Int = honored(-1, "Depth to which top modules are listed; -1: all.")
+    module_depth: Annotated[Int, Field(ge=-1)] = honored(-1, "Depth to which top modules are listed; -1: all.")
     top_modules: Size = honored(1, "Number of top modules at each depth.")
     detailed: bool = honored(True, "Print the tree of all modules.")
     output_file: str | None = honored(

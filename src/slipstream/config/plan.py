@@ -254,8 +254,7 @@ class OffloadPlan:
     max_in_cpu: int = key(f"{_PARAM}.max_in_cpu", when=_params_on_disk)  # elements per rank that stay in host memory
     block_nbytes: int = key("aio.block_size", when=_uses_disk)
     queue_depth: int = key("aio.queue_depth", when=_uses_disk)
-    # If the kernel does not allow io_uring.
-    threads: int = key("aio.intra_op_parallelism", read=lambda threads: max(threads, 1), when=_uses_disk)
+    threads: int = key("aio.intra_op_parallelism", when=_uses_disk)  # if the kernel does not allow io_uring
 
     @property
     def uses_disk(self) -> bool:

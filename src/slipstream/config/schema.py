@@ -197,7 +197,7 @@ class Loco(Block):
 
 class ZeroOptimization(Block):
     stage: Stage = honored(0, "Sharded over data-parallel ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.")
-    mics_shard_size: Annotated[Int, Field(ge=-1)] = honored(-1, "Ranks per sharding group (MiCS, HSDP); -1: all.")
+    mics_shard_size: Annotated[Int, Field(ge=-1)] = honored(-1, "Ranks per sharding group (MiCS, HSDP); -1, 0: all.")
     mics_hierarchical_params_gather: bool = no_effect(False, "units are gathered within the sharding group only")
     contiguous_gradients: bool = no_effect(True, "gradients are always contiguous")
     reduce_scatter: bool = no_effect(True, _TRANSPORT)
@@ -212,7 +212,9 @@ class ZeroOptimization(Block):
     offload_param: OffloadParam | None = None
     offload_optimizer: OffloadOptimizer | None = None
     zenflow: ZenFlow | None = None
-    sub_group_size: Size = honored(1_000_000_000, "Maximum chunk size, in elements, when the optimizer streams offloaded states.")
+    sub_group_size: Size = honored(
+        1_000_000_000, "Maximum chunk size, in elements, when the optimizer streams offloaded states: up to 2^21; 0: the smallest."
+    )
     cpu_offload: bool = honored(False, "Older spelling of `offload_optimizer.device: cpu`.")
     cpu_offload_param: bool = honored(False, "Older spelling of `offload_param.device: cpu`.")
     cpu_offload_use_pin_memory: bool = no_effect(False, _PINNED)
@@ -230,7 +232,7 @@ class ZeroOptimization(Block):
     round_robin_gradients: bool = no_effect(False, "every unit is already sharded evenly over all ranks")
     parameter_alignment: bool = no_effect(False, "parameters are always aligned to 128 bytes")
     zero_hpz_partition_size: Size = honored(
-        1, "Ranks of a group (hpZ): weights (stage 3) and gradients in codes (every stage) cross groups once a step."
+        1, "Ranks of a group (hpZ): weights (stage 3) and gradients in codes (every stage) cross groups once a step; 0, 1: none."
     )
     zero_quantized_weights: bool = honored(
         False,
@@ -255,7 +257,7 @@ class ZeroOptimization(Block):
 class Aio(Block):
     block_size: Size = honored(MIB, "Bytes per disk transfer.")
     queue_depth: Size = honored(8, "Transfers in flight.")
-    intra_op_parallelism: Size = honored(1, "I/O threads if the kernel does not allow io_uring.")
+    intra_op_parallelism: Count = honored(1, "I/O threads if the kernel does not allow io_uring.")
     single_submit: bool = no_effect(False, _SUBMITTED)
     overlap_events: bool = no_effect(True, _SUBMITTED)
     use_gds: bool = no_effect(False, "transfers between the disk and a GPU go through pinned host memory")
@@ -346,8 +348,8 @@ class Slipstream(Block):
         "auto", "Transport between CPU ranks of a host: `shared` (memory) or `gloo`; auto: shared memory if possible."
     )
     timeout_s: Annotated[float, BeforeValidator(numeric), Field(gt=0)] = honored(
-        1800.0, "Seconds that a rank waits for others before it raises PeerError."
-    )  # infinity: never
+        1800.0, "Seconds that a rank waits for others before it raises PeerError; infinity: it waits on."
+    )
     poison_released: bool = honored(False, "For debugging: fill released weights with NaN.")
     optimizer_states: Word[Literal["default", "int8"]] = honored("default", "Keep the moments in their default dtype or in 8 bits.")
     stochastic_rounding: bool = honored(False, "Update bf16 weights by stochastic rounding, without master weights.")
@@ -449,7 +451,7 @@ class Config(Block):
     disable_python_gc: bool = no_effect(
         False, "Slipstream does not change Python's garbage collector; call gc.disable() in the script"
     )
-    steps_per_print: Interval = honored(None, "Steps between progress lines in the log; not set: none.")
+    steps_per_print: Interval = honored(None, "Steps between progress lines in the log; 0, infinity or not set: none.")
     wall_clock_breakdown: bool = honored(False, "Log the time of forward, backward and step, in seconds.")
     memory_breakdown: bool = honored(False, "Log the memory of each rank before and after forward, backward and step.")
     dump_state: bool = honored(False, "Log the resolved plan at startup.")
