@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.inference.core import Batch, Chunk, Finish, ForwardSize, Generate, QueueFullError, SamplingParams
-from slipstream.inference.engine import MAX_FAILURES, ClosedError, Engine, Handle, Output
+from slipstream.inference.engine import ClosedError, Engine, Handle, Output
 from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _as_list, _sampling
 from slipstream.inference.initialize import _translated, init_inference
 from slipstream.inference.text import BYTE_OF, Tokenizer
@@ -316,25 +316,29 @@ def test_what_is_held_stands_still_and_says_the_same() -> None:
         assert answer.ids(1) == expected[0]
 
 
-def test_an_engine_that_computes_nothing_any_more_is_dead() -> None:
-    runner = HashRunner()
+@pytest.mark.parametrize("num_blocks", [64, 14])
+def test_an_engine_that_computes_nothing_any_more_is_dead(num_blocks: int) -> None:
+    """Those of the batch that fails are told so, those that wait, and those that come later; also if they have all blocks."""
+    runner, begun, go = HashRunner(num_blocks), threading.Event(), threading.Event()
 
     def fail(batch: Batch) -> None:
-        raise RuntimeError("device lost")
+        if go.is_set():
+            raise RuntimeError("device lost")
+        begun.set()
+        assert go.wait(30)
 
-    with running(runner) as engine:
+    with running(runner, token_budget=64, max_running=4) as engine:
         wait(ask(engine, "fine"))
         runner.before = fail
-        for _ in range(MAX_FAILURES):
-            answer = wait(ask(engine, "fine", n=2))
-            assert [answer.last(index).finish for index in range(2)] == [Finish.ERROR] * 2
-            assert answer.last(1).error == "the forward failed: RuntimeError: device lost"
-        while engine.healthy:  # the last is told before the probe is computed
-            time.sleep(0.001)
-        assert not engine.stats().healthy
-        with pytest.raises(
-            ClosedError, match="is dead: 3 consecutive forwards failed, and then a single token that had worked before: Runtime"
-        ):
+        answers = [ask(engine, "first")]
+        assert begun.wait(30)
+        answers += [ask(engine, "x" * 40, n=2) for _ in range(4)]
+        go.set()
+        why = "the engine is dead: no part of a forward could be computed, nor a single token that had worked before: RuntimeError"
+        for answer in answers:
+            assert {outputs[-1].error for outputs in wait(answer).outputs} == {f"{why}: device lost"}
+        assert not engine.healthy and not engine.stats().healthy
+        with pytest.raises(ClosedError, match=why):
             engine.submit("x", GREEDY, sink=Answer())
 
 
@@ -352,7 +356,7 @@ def test_requests_that_fail_alone_in_a_row_end_nobody_else(ever: bool) -> None:
         expected = wait(ask(engine, "fine")).ids()
     with running(runner, max_running=1) as engine:
         first = [ask(engine, "fine")] * ever
-        fatal = [ask(engine, "fatal") for _ in range(3 * MAX_FAILURES)]
+        fatal = [ask(engine, "fatal") for _ in range(9)]
         bystanders = [*first, *(ask(engine, "fine") for _ in range(9))]
         assert {wait(answer).last().error for answer in fatal} == {"the forward failed: RuntimeError: out of memory"}
         assert all(wait(answer).ids() == expected for answer in bystanders)
@@ -697,7 +701,7 @@ def test_errors_come_out() -> None:
             engine.generate(["fine", ""])
         with pytest.raises(ValueError, match="empty"):
             engine.generate(["fine", ""], stream=True)
-        runner.before = lambda batch: 1 / 0  # type: ignore[assignment, return-value]
+        runner.before = lambda batch: 1 / (ord("x") not in batch.chunks[0].request.tokens)  # type: ignore[assignment, return-value]
         with pytest.raises(GenerationError, match="prompt 0: the forward failed: ZeroDivisionError"):
             engine.generate("x")
 
@@ -819,13 +823,13 @@ def test_a_conversation_in_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
     tokenizer = byte_tokenizer()
     tokenizer.templates["default"] = "{% for message in messages %}{{ message.content }}|{% endfor %}"
     runner = HashRunner(says="z" * 190, max_context=80)
+    runner.before = lambda batch: 1 / (b"fails" not in bytes(batch.chunks[0].request.tokens))  # type: ignore[assignment, return-value]
     lines = iter(["/help", "/nope", "a" * 30, "fails", "b" * 30, "c" * 100, "/new", "/usr/bin", EOFError])
 
     def read_line(_: str) -> str:
         line = next(lines)
         if line is EOFError:
             raise EOFError
-        runner.before = (lambda batch: 1 / 0) if line == "fails" else (lambda batch: None)  # type: ignore[assignment, return-value]
         return line
 
     prompts: list[str] = []

@@ -51,7 +51,7 @@ __all__ = ["ClosedError", "Engine", "Handle", "Logprob", "Output", "Sink", "Usag
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 16  # of a batch
-MAX_FAILURES = 3  # consecutive batches that fail entirely, before a known good token is tried to tell requests from device
+PAUSES = (0.0, 0.1, 1.0)  # seconds before each probe of a device that has computed nothing: memory may come back
 
 
 class ClosedError(RuntimeError):
@@ -227,7 +227,7 @@ class Engine:
         self._sequences: dict[Request, _Sequence] = {}  # unfinished ones
         self._cancelled, self._holds = list[Handle](), dict[Handle, bool]()  # since the last forward; held, or resumed
         self._outbox: list[tuple[_Sequence, Output]] = []  # to send to the sinks, without the lock
-        self._failures = self._proven = self._process = 0  # failed batches in a row; a token computed last; the thread's process
+        self._proven = self._process = 0  # a token computed last; the thread's process
         self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; one pause at a time
         self._open_adapter, self._adapters = open_adapter, dict[str, Any]()  # by name
         self._meters, self._ids, self._grammars_lock = Meters(), itertools.count(), threading.Lock()
@@ -592,50 +592,58 @@ class Engine:
         One request must not end another's, nor change it. Nothing of a failed batch was committed, and computing a position again
         writes the same keys and values. So the batch is retried whole, then in halves, down to single requests and then halves of
         their chunks: a batch that was too large for the memory is computed in parts. A request ends if a single token of it fails
-        alone. After MAX_FAILURES consecutive batches of which no part could be computed, a token that has worked before is computed
-        alone. If it works, the requests were at fault and the engine continues. If it fails, the device is at fault (a CUDA error
-        persists until the process ends) and the engine is dead."""
-        self._failures += 1  # `_commit` resets it
+        alone. If no part could be computed, a token that has worked before is computed alone. If it works, the requests were at
+        fault and the engine continues. If it fails again and again, the device is at fault (a CUDA error persists until the process
+        ends) and the engine is dead, which these requests are told, too."""
         with self._lock:
             chunks = self._scheduler.retryable_chunks(batch)
         parts = [chunks] if chunks else []  # a stack
-        failed: dict[Request, str] = {}
+        failed, works = dict[Request, str](), False
         while parts:
             chunks = parts.pop()
             if chunks[0].request in failed:  # at an earlier position of its chunk
                 continue
             error = self._compute(Batch(chunks, ()))
-            if error is not None:
-                smaller = _smaller(chunks)
-                parts += reversed(smaller)
-                if not smaller:
-                    failed[chunks[0].request] = error
+            if error is None:
+                works = True
+                continue
+            smaller = _smaller(chunks)
+            parts += reversed(smaller)
+            if not smaller:
+                failed[chunks[0].request] = error
+        with self._lock:
+            for request in failed:
+                self._scheduler.finish(request, Finish.ERROR)  # its blocks are free for the probe
+        if failed and not works and (error := self._probe()) is not None:
+            why = f"no part of a forward could be computed, nor a single token that had worked before: {error}"
+            logger.error("the engine of %s fails: %s", self.model_name, why)
+            self._shut(Finish.ERROR, why)
+            return
         with self._lock:
             for request, error in failed.items():
-                self._end([self._sequences[request]], Finish.ERROR, f"the forward failed: {error}")
-        if self._failures == MAX_FAILURES:
-            self._failures = 0
-            if (error := self._probe()) is not None:
-                why = f"{MAX_FAILURES} consecutive forwards failed, and then a single token that had worked before: {error}"
-                logger.error("the engine of %s fails: %s", self.model_name, why)
-                self._shut(Finish.ERROR, why)
+                if request in self._sequences:  # it may have ended together with its siblings
+                    self._end([self._sequences[request]], Finish.ERROR, f"the forward failed: {error}")
 
     def _probe(self) -> str | None:
-        """Compute one token that has worked before, in a block of its own. Return None, or the error text."""
+        """Compute one token that has worked before, in a block of its own; try again after pauses. Return None, or why not."""
         pool = self._scheduler.pool
         probe = Request(id="probe", tokens=[self._proven], params=SamplingParams())
         with self._lock:
             if not pool.num_free:
                 return None  # running requests hold all blocks, so a forward has worked
             pool.reserve(probe.blocks, 0, 1)
-        try:
-            self.runner.forward(Batch((Chunk(probe, 0, 1),), ()))
-        except Exception as error:  # as in `_compute`
-            return _text(error)
-        finally:
-            with self._lock:
-                pool.free(probe.blocks)
-        return None
+        why: str | None = None
+        for pause in PAUSES:
+            time.sleep(pause)
+            try:
+                self.runner.forward(Batch((Chunk(probe, 0, 1),), ()))
+                why = None
+                break
+            except Exception as error:  # as in `_compute`
+                why = _text(error)
+        with self._lock:
+            pool.free(probe.blocks)
+        return why
 
     def _generate(self, batch: Batch, generate: Generate) -> tuple[Batch, dict[Request, list[Sampled] | str]]:
         """Make the steps of a batch. Returns the batch as it was made, and the tokens of each request. A step in which a token
@@ -700,7 +708,6 @@ class Engine:
         """Commit the results to the requests. The scheduler frees the blocks of those that end."""
         now = time.perf_counter()
         with self._lock:
-            self._failures = 0
             self._proven = batch.chunks[0].request.tokens[batch.chunks[0].start]
             computed = sum(max(0, min(chunk.stop, chunk.request.num_prompt) - chunk.start) for chunk in batch.chunks)
             for request, why in drawn.items():
@@ -727,6 +734,7 @@ class Engine:
         with self._lock:
             if error is not None:
                 self._state, self._why = _EngineState.DEAD, error
+                error = f"the engine {self._state.value}: {error}"
             self._end(list(self._sequences.values()), finish, error)
         self._send_outputs()
 
