@@ -308,30 +308,6 @@ class _Step(NamedTuple):
 _UNUSED = (0, 0, 0, 1, -1, 0, 0, 0, 0)  # pads the lists of a step with rows that belong to no request
 
 
-def _numbers(batch: Batch, config: TransformerConfig, block_size: int, rows_per_tile: int) -> list[list[int]]:
-    """The numbers of a `_Step`'s tensors, those of its tiles last."""
-    lists = [list[int]() for _ in range(len(_UNUSED) + 1)]
-    tokens, positions, angles, stops, slots, rows, tile_row, tile_length, tile_table, tables = lists
-    for chunk in batch.chunks:
-        begin, blocks = len(tokens), chunk.request.blocks
-        stop = chunk.start + chunk.num_tokens
-        places = range(chunk.start, stop)
-        tokens += chunk.request.tokens[chunk.start : chunk.stop]
-        tokens += chunk.draft
-        assert len(tokens) - begin == chunk.num_tokens, f"{chunk} exceeds its request's {len(chunk.request.tokens)} tokens"
-        positions += places
-        angles += (p + config.max_context for p in places) if len(chunk.request.tokens) > config.short_context else places
-        stops += (p + 1 for p in places) if config.causal else [stop] * chunk.num_tokens
-        slots += (blocks[p // block_size] * block_size + p % block_size for p in places)
-        rows += range(len(tokens) - chunk.num_rows, len(tokens))
-        for row in range(begin, len(tokens), rows_per_tile):
-            tile_row.append(row)
-            tile_length.append(min(rows_per_tile, len(tokens) - row))
-            tile_table.append(len(tables))
-        tables += blocks[: -(-stop // block_size)]
-    return lists
-
-
 class CudaDecoder:
     """Weights and cache are on one device. `max_batch`: rows of the largest graph, one per request (0: no graphs). `exchange`: as
     of `JoinedParts`; if there are graphs, its operations can be captured."""
@@ -352,6 +328,7 @@ class CudaDecoder:
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
         self.short_context = config.short_context
+        self._num_positions = min(self.max_context, self.num_blocks * self.block_size)  # that both context and cache have
         self._joined, (heads, keys) = JoinedParts(config, exchange), config.own_heads
         self._num_heads = heads.stop - heads.start
         self._lanes_of_row = padded_group(self._num_heads, keys.stop - keys.start)
@@ -359,7 +336,7 @@ class CudaDecoder:
         self._attn_scale = config.attn_scale or config.head_dim**-0.5
         self._slopes = torch.tensor(config.alibi[heads], device=cache.device) if config.alibi else None
         has_long, ropes = self.short_context < self.max_context, {layer.rope for layer in config.layers if layer.rope}
-        self._rope_tables = {rope: rope_table(rope, self.max_context, has_long, cache.device) for rope in ropes}
+        self._rope_tables = {rope: rope_table(rope, self._num_positions, has_long, cache.device) for rope in ropes}
         self._parts = _Parts(config, weights)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by number of rows: the graph, and its logits
         self.capture(max_batch)
@@ -378,7 +355,7 @@ class CudaDecoder:
             self.cache.copy(batch.copies)
             alone = all(chunk.num_tokens == 1 for chunk in batch.chunks)
             lanes = self._lanes(alone)
-            lists = _numbers(batch, self.config, self.block_size, lanes // self._lanes_of_row)
+            lists = self._numbers(batch, lanes // self._lanes_of_row)
             if alone and (size := next((size for size in self._graphs if size >= len(batch.chunks)), 0)):
                 graph, logits = self._graphs[size]
                 numbers, _ = self._pack(lists, size)
@@ -392,9 +369,33 @@ class CudaDecoder:
         """As `decoder.Decoder.hidden`."""
         lanes = self._lanes(alone=False)
         with self._here():
-            lists = _numbers(text_batch(texts, self.block_size), self.config, self.block_size, lanes // self._lanes_of_row)
+            lists = self._numbers(text_batch(texts, self.block_size), lanes // self._lanes_of_row)
             kinds = None if types is None else torch.tensor([kind for row in types for kind in row], device=self.cache.device)
             return self._hidden(self._moved(lists, lanes)._replace(types=kinds), torch.float32)
+
+    def _numbers(self, batch: Batch, rows_per_tile: int) -> list[list[int]]:
+        """The numbers of a `_Step`'s tensors, those of its tiles last."""
+        config, block_size = self.config, self.block_size
+        lists = [list[int]() for _ in range(len(_UNUSED) + 1)]
+        tokens, positions, angles, stops, slots, rows, tile_row, tile_length, tile_table, tables = lists
+        for chunk in batch.chunks:
+            begin, blocks = len(tokens), chunk.request.blocks
+            stop = chunk.start + chunk.num_tokens
+            places = range(chunk.start, stop)
+            tokens += chunk.request.tokens[chunk.start : chunk.stop]
+            tokens += chunk.draft
+            assert len(tokens) - begin == chunk.num_tokens, f"{chunk} exceeds its request's {len(chunk.request.tokens)} tokens"
+            positions += places
+            angles += (p + self._num_positions for p in places) if len(chunk.request.tokens) > config.short_context else places
+            stops += (p + 1 for p in places) if config.causal else [stop] * chunk.num_tokens
+            slots += (blocks[p // block_size] * block_size + p % block_size for p in places)
+            rows += range(len(tokens) - chunk.num_rows, len(tokens))
+            for row in range(begin, len(tokens), rows_per_tile):
+                tile_row.append(row)
+                tile_length.append(min(rows_per_tile, len(tokens) - row))
+                tile_table.append(len(tables))
+            tables += blocks[: -(-stop // block_size)]
+        return lists
 
     def _moved(self, lists: list[list[int]], lanes: int) -> _Step:
         numbers, cuts = self._pack(lists)
@@ -444,7 +445,7 @@ class CudaDecoder:
         """Capture graphs for 1, 2, 4, ... and `max_batch` rows, the largest first: the others reuse its memory."""
         sizes = sorted({*(1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch), max_batch})
         lanes = self._lanes(alone=True)
-        capacity = len(_UNUSED) * (max_batch + _ALIGN) + max_batch * -(-self.max_context // self.block_size)
+        capacity = len(_UNUSED) * (max_batch + _ALIGN) + max_batch * -(-self._num_positions // self.block_size)
         pool = torch.cuda.graph_pool_handle()
         with self._here():
             stream = torch.cuda.Stream()  # torch's default capture stream is shared by all devices
@@ -452,7 +453,7 @@ class CudaDecoder:
             for size in reversed(sizes):
                 numbers, cuts = self._pack([[] for _ in range(len(_UNUSED) + 1)], size)
                 self._static[: len(numbers)].copy_(numbers)
-                step = self._step(self._static, [*cuts[:-1], (cuts[-1][0], capacity)], lanes, self.max_context)
+                step = self._step(self._static, [*cuts[:-1], (cuts[-1][0], capacity)], lanes, self._num_positions)
                 self._compute(step)  # compiles the kernels
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
