@@ -50,6 +50,7 @@ class Pooling:
     modes: tuple[str, ...] = ("mean_tokens",)  # of _POOLINGS; several are concatenated
     normalize: bool = False  # to length 1
     max_tokens: int | None = None  # of a text; None: the model's context
+    prompt: str = ""  # before each text
 
     @classmethod
     def read(cls, folder: Path | None) -> Pooling:
@@ -59,15 +60,17 @@ class Pooling:
         modules = huggingface.read_modules(folder / "modules.json")
         if other := [name for name in modules if name not in _MODULES]:
             raise ValueError(f"{folder / 'modules.json'} has a module {other[0]}; supported are {', '.join(_MODULES)}")
-        modes: tuple[str, ...] = cls().modes
+        modes, prompt = cls().modes, _default_prompt(folder / "config_sentence_transformers.json")
         if "Pooling" in modules:
-            file = folder / modules["Pooling"] / "config.json"
-            modes = _modes(huggingface.read_object(file))
+            pooled = huggingface.read_object(file := folder / modules["Pooling"] / "config.json")
+            modes = _modes(pooled)
             if not modes or not set(modes) <= set(_POOLINGS):
                 raise ValueError(f"{file} pools by {', '.join(modes) or 'nothing'}; supported are {', '.join(_POOLINGS)}")
+            if prompt and pooled.get("include_prompt") is False:
+                raise ValueError(f"{file} pools without the default prompt (include_prompt false), which is not supported")
         limits = folder / "sentence_bert_config.json"
         limit = huggingface.read_object(limits).get("max_seq_length") if limits.is_file() else None
-        return cls(modes, "Normalize" in modules, limit)
+        return cls(modes, "Normalize" in modules, limit, prompt)
 
     def __call__(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """rows: fp32 [tokens of all texts, hidden]; lengths: tokens of each -> fp32 [texts, dimensions]."""
@@ -79,6 +82,15 @@ def _modes(config: Mapping[str, Any]) -> tuple[str, ...]:
     if isinstance(config.get("pooling_mode"), str):
         return (_NEWER.get(config["pooling_mode"], config["pooling_mode"]),)
     return tuple(key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on is True)
+
+
+def _default_prompt(file: Path) -> str:
+    """Of the `prompts`, the one that texts have of which the caller names none; "" if there is none."""
+    given = huggingface.read_object(file) if file.is_file() else {}
+    prompts, name = given.get("prompts") or {}, given.get("default_prompt_name")
+    if name is not None and name not in prompts:
+        raise ValueError(f"{file}: default_prompt_name is {name!r}; it must be null or of prompts: {', '.join(prompts)}")
+    return "" if name is None else str(prompts[name])
 
 
 class Forward(Protocol):
@@ -218,7 +230,7 @@ class EmbeddingEngine:
         if isinstance(text, str):
             if self.tokenizer is None:
                 raise ValueError(f"{name} is text, and {self.model_name} has no tokenizer; give token ids, or open it with one")
-            tokens: Sequence[int] = self.tokenizer.encode(text)
+            tokens: Sequence[int] = self.tokenizer.encode(self.pooling.prompt + text)
         else:
             tokens = list(text)
         if len(tokens) > self.max_context:

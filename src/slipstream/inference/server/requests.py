@@ -118,7 +118,7 @@ class SampledFields(Fields):
     labels = LABELS
 
     model: str
-    max_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: no limit
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: no limit; 0: the same in chats, nothing in completions
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     temperature: Annotated[Number | None, documented(minimum=0, maximum=100)] = None
     top_p: Annotated[Number | None, documented(exclusiveMinimum=0, maximum=1)] = None
