@@ -353,5 +353,8 @@ def _why_not(layer: Any, name: str, plain: Sequence[type[nn.Module]]) -> str | N
     if layer.weight.is_meta:
         raise ValueError(f"layer {name!r} is on the meta device, without values: load the model, then quantize it")
     if not bool(layer.weight.isfinite().all()):
-        raise ValueError(f"layer {name!r} has non-finite weights; leave it out with skip={[name]}")
+        raise ValueError(
+            f"layer {name!r} has non-finite weights; leave it out with skip={[name]} (slipstream.quantize), or open an engine in "
+            f'the dtype of the files (dtype "auto")'
+        )
     return None
