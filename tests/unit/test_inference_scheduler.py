@@ -349,6 +349,15 @@ def test_splitfuse_fills_the_budget_exactly() -> None:
     ]
 
 
+def test_those_of_one_adapter_follow_each_other() -> None:
+    """Prompts and generations: an adapter has a salt of its own, and its matrices are read once for rows side by side."""
+    scheduler = Scheduler(pool := BlockPool(100, 4), token_budget=40, max_running=8, max_waiting=8, max_context=64)
+    for number in range(6):
+        scheduler.add(make([1, 2, number], str(number), max_tokens=4, end_ids=frozenset(), salt=("red", "", "blue")[number % 3]))
+    batches = drain(scheduler, Model(pool))
+    assert [[name for name, *_ in batch] for batch in shapes(batches)] == [["1", "4", "2", "5", "0", "3"]] * 4
+
+
 def test_without_splitting_prompts_are_whole_and_first() -> None:
     pool = BlockPool(100, 4)
     scheduler = Scheduler(pool, token_budget=16, max_running=8, max_waiting=8, max_context=16, split=False)

@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters beside a model: `read` a folder, `pack` it for the native forward (ops/csrc/decoder_adapters.h).
+"""PEFT's LoRA adapters beside a model: `read` a folder, `pack` it for the native forward (ops/csrc/decoder_products.h).
 
 An adapter adds scale * B (A x) to some of the model's products. The model's weights stay as they are, so requests with different
 adapters, and without, share one batch. A and B are kept in bf16, or in fp32 where the model is.
@@ -26,7 +26,7 @@ from slipstream.inference.config import TransformerConfig
 from slipstream.inference.families import FAMILIES
 from slipstream.inference.load import opened
 from slipstream.inference.models import canonical, places
-from slipstream.ops.matrices import PANEL
+from slipstream.ops.matrices import PANEL, MatrixRecord, record_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -131,12 +131,7 @@ def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
 class LowRankRecord(ctypes.Structure):
     """`struct low_rank` of csrc/decoder.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("a", "b")),
-        ("num_features", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("rank", "type")),
-    )
+    _fields_ = (("a", MatrixRecord), ("b", MatrixRecord), ("scale", ctypes.c_float))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +140,7 @@ class Packed:
 
     key: str  # of its prefixes in the cache; never used again
     records: ctypes.Array[LowRankRecord]  # [layers * ROLES]
-    rank: int  # the largest
+    rank: int  # the largest, padded to PANEL
     nbytes: int
     tensors: list[Tensor] = field(default_factory=list)  # what the records point to
 
@@ -159,16 +154,23 @@ def pack(name: str, terms: Mapping[str, LowRank], num_layers: int, dtype: torch.
     records, tensors = (LowRankRecord * (num_layers * len(ROLES)))(), list[Tensor]()
     for role, term in terms.items():
         _, layer, *_, place = role.split(".")
-        rank, columns = len(term.a), len(term.b)
-        b = torch.nn.functional.pad(term.b, (0, 0, 0, -columns % (2 * PANEL)))
-        panels = b.unflatten(0, (-1, PANEL)).transpose(1, 2)
-        a, b = (part.to(dtype, memory_format=torch.contiguous_format).contiguous() for part in (term.a, panels))
-        tensors += (a, b)
-        records[int(layer) * len(ROLES) + ROLES.index(place)] = LowRankRecord(
-            a.data_ptr(), b.data_ptr(), a.shape[1], term.scale, rank, int(dtype == torch.bfloat16)
-        )
+        record = records[int(layer) * len(ROLES) + ROLES.index(place)]
+        record.scale = term.scale
+        for part, columns in (("a", PANEL), ("b", 2 * PANEL)):
+            matrix = getattr(term, part).to(dtype)
+            packed = record_of(matrix)
+            tensors.append(_panels(matrix, columns))
+            packed.data = tensors[-1].data_ptr()
+            setattr(record, part, packed)
     rank = max((len(term.a) for term in terms.values()), default=0)
-    return Packed(f"{name}#{next(_LOADS)}", records, rank, sum(tensor.nbytes for tensor in tensors), tensors)
+    return Packed(f"{name}#{next(_LOADS)}", records, rank + -rank % PANEL, sum(tensor.nbytes for tensor in tensors), tensors)
+
+
+def _panels(matrix: Tensor, multiple: int) -> Tensor:
+    """The panels of a matrix [out, in], of which `out` is padded to a multiple: as `ops.matrices` has them, but for the padding."""
+    pair = 2 if matrix.dtype == torch.bfloat16 else 1
+    padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % pair, 0, -len(matrix) % multiple))
+    return padded.unflatten(0, (-1, PANEL)).unflatten(2, (-1, pair)).transpose(1, 2).contiguous()
 
 
 Opener = Callable[[str, "str | os.PathLike[str]"], Packed]

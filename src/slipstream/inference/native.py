@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,7 @@ from slipstream.ops.team import MAX_THREADS, Team
 _OF_CONFIG = (*("hidden_size", "intermediate_size", "head_dim", "value_dim"), *("norm_eps", "attn_softcap", "logit_softcap"))
 _OF_EXPERTS = ("num", "top_k", "normalize", "num_groups", "top_groups", "scale", "shared_size")
 # As in csrc/decoder.h.
+_ROWS = 6  # of a tile
 _MAX_EXPERTS = 512  # including the shared one
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _RESIDUALS = ("before", "after", "parallel")
@@ -132,13 +133,16 @@ _INPUTS = ("codes", "scales", "starts", "halves")
 class _Batch(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits", "first_layer", "until_layer")),
-        *((name, _pointer) for name in (*_NUMBERS, "types", "adapters", "low")),
-        ("low_size", _long),
+        *((name, _pointer) for name in (*_NUMBERS, "types", "adapters", "low_tiles", "low")),
+        *((name, _long) for name in ("low_size", "num_tiles")),
         *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "low_q", "narrow", "mixed", "added")),
         *((name, _pointer) for name in ("all_q", "all_k", *_INPUTS, *(f"shared_{name}" for name in _INPUTS))),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
     )
+
+
+_Adapters = tuple["array[int]", "array[int]"]  # the address of each row's, or 0; the first rows of tiles of one, and the last's end
 
 
 def why_not(config: TransformerConfig) -> str | None:
@@ -709,8 +713,8 @@ class NativeDecoder:
             self._run(*numbers, types=kinds)
         return self._scratch["normed"][: len(ids) * self.config.hidden_size].view(len(ids), -1).clone()
 
-    def _adapters(self, batch: Batch) -> array[int] | None:
-        """The address of each row's adapter, or 0; None if no row has one."""
+    def _adapters(self, batch: Batch) -> _Adapters | None:
+        """None if no row has one."""
         used = [chunk.request.adapter for chunk in batch.chunks if chunk.request.adapter is not None]
         if not used:
             return None
@@ -718,11 +722,13 @@ class NativeDecoder:
         if self._low.numel() < (numel := batch.num_tokens * len(ROLES) * rank):
             self._low = torch.empty(numel)
         self._batch.low, self._batch.low_size = self._low.data_ptr(), rank
-        rows = array("Q")
-        for chunk in batch.chunks:
-            adapter = chunk.request.adapter
-            rows.extend([0 if adapter is None else adapter.address] * chunk.num_tokens)
-        return rows
+        rows, tiles = array("Q"), array("i")
+        for adapter, chunks in groupby(batch.chunks, key=lambda chunk: chunk.request.adapter):
+            first = len(rows)
+            rows.extend([0 if adapter is None else adapter.address] * sum(chunk.num_tokens for chunk in chunks))
+            tiles.extend(range(first, len(rows), _ROWS))
+        tiles.append(len(rows))
+        return rows, tiles
 
     def _run_rows(self, x: Tensor, numbers: Sequence[Iterable[int]]) -> None:
         """`numbers`: `_NUMBERS` without the ids. Row i of `x` is used as the embedding of token i."""
@@ -778,7 +784,7 @@ class NativeDecoder:
         *of_rows, types = numbers
         self._run(*of_rows, types=types or None)
 
-    def _place(self, *numbers: array[int], types: array[int] | None = None, adapters: array[int] | None = None) -> None:
+    def _place(self, *numbers: array[int], types: array[int] | None = None, adapters: _Adapters | None = None) -> None:
         """Make `_NUMBERS`, types of tokens (None: all 0) and `_adapters` the inputs of the next call, which they outlive."""
         ids, _, start, *_, logit_rows = numbers
         self._allocate(len(ids), len(logit_rows))
@@ -787,9 +793,12 @@ class NativeDecoder:
         for name, values in zip(_NUMBERS, numbers, strict=True):
             setattr(record, name, values.buffer_info()[0])
         record.types = None if types is None else types.buffer_info()[0]
-        record.adapters = None if adapters is None else adapters.buffer_info()[0]
+        record.adapters = None
+        if adapters is not None:
+            record.adapters, record.low_tiles = (one.buffer_info()[0] for one in adapters)
+            record.num_tiles = len(adapters[1]) - 1
 
-    def _run(self, *numbers: array[int], types: array[int] | None = None, adapters: array[int] | None = None) -> None:
+    def _run(self, *numbers: array[int], types: array[int] | None = None, adapters: _Adapters | None = None) -> None:
         """Run one forward, with the values of `_place`."""
         self._place(*numbers, types=types, adapters=adapters)
         record = self._batch

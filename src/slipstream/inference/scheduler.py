@@ -251,7 +251,8 @@ class Scheduler:
                 self._generate(plan)
         self._add_drafts(plan)
         steps = self._steps(plan)
-        return Batch(tuple(plan.chunks), tuple(plan.copies), steps) if plan.chunks else None
+        chunks = sorted(plan.chunks, key=lambda chunk: chunk.request.salt)  # those of one adapter follow each other
+        return Batch(tuple(chunks), tuple(plan.copies), steps) if chunks else None
 
     def commit(self, batch: Batch, sampled: Mapping[Request, Sequence[int]], now: float = 0.0) -> dict[Request, tuple[int, ...]]:
         """Record a computed batch, whose `steps` are those that were made. `sampled` has the accepted tokens of each of its

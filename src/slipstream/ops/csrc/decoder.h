@@ -97,11 +97,8 @@ enum low_place { LOW_Q, LOW_K, LOW_V, LOW_OUT, LOW_GATE, LOW_UP, LOW_DOWN, LOW_P
 
 /* What an adapter adds to a product: B (scale A x). inference/adapters.py fills it. */
 struct low_rank {
-    const void *a; /* [rank][num_features] */
-    const void *b; /* [panel][rank][PANEL] */
-    int64_t num_features;
+    struct matrix a, b; /* [rank] columns, padded to PANEL only; [rank] features. WEIGHT_F32 or WEIGHT_BF16; empty: it adds nothing */
     float scale;
-    int32_t rank, type; /* 0: it adds nothing; WEIGHT_F32 or WEIGHT_BF16 */
 };
 
 struct layer {
@@ -186,8 +183,9 @@ struct batch {
     const int32_t *logit_rows; /* [num_logits] */
     const int32_t *types;      /* [num_rows] token types; NULL: all 0 */
     const struct low_rank *const *adapters; /* [num_rows] of each row's adapter [num_layers][LOW_PLACES], or NULL; NULL: no row has one */
-    float *low;       /* [num_rows][LOW_PLACES][low_size] scratch: scale A x */
-    int64_t low_size; /* the largest rank of these adapters */
+    const int32_t *low_tiles; /* [num_tiles + 1] the first rows of tiles of at most ROWS rows, of one adapter each */
+    float *low;               /* [num_rows][LOW_PLACES][low_size] scratch: scale A x */
+    int64_t low_size, num_tiles; /* low_size: the largest rank of these adapters, padded to PANEL */
     float *logits;            /* [num_logits][vocab_size] */
     float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...] */
     float *low_q, *narrow, *mixed; /* with latents, [num_rows][...]: that of queries; queries; what attention mixes, of keys */

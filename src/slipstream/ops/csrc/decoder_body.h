@@ -46,23 +46,22 @@ TARGET static void shrink(const struct product *jobs, int num_jobs, struct worke
             at[num] = jobs[a].low.at + i;
         }
     const int stage = worker->stage++;
-    const int64_t parts = (batch->low_size + PANEL - 1) / PANEL, total = num * parts * batch->num_rows;
+    const int64_t parts = batch->low_size / PANEL, total = num * parts * batch->num_tiles;
     for (int64_t item; (item = team_next(worker->team, stage, worker->thread, total)) < total;) {
-        const int64_t row = item % batch->num_rows, a = item / batch->num_rows / parts, first = item / batch->num_rows % parts * PANEL;
+        const int64_t tile = item % batch->num_tiles, a = item / batch->num_tiles / parts, panel = item / batch->num_tiles % parts;
+        const int row = batch->low_tiles[tile], rows = batch->low_tiles[tile + 1] - row;
         const struct low_rank *term = batch->adapters[row] ? batch->adapters[row] + at[a] : 0;
-        for (int64_t r = first; term && r < term->rank && r < first + PANEL; r += DOTS) {
-            const int64_t step = term->num_features * weight_size(term->type);
-            const float *x = of[a]->x + row * of[a]->x_stride;
-            const char *w[DOTS];
-            float out[DOTS];
-            for (int j = 0; j < DOTS; ++j)
-                w[j] = (const char *)term->a + (r + j < term->rank ? r + j : term->rank - 1) * step;
-            if (term->type == WEIGHT_BF16)
-                dots(WEIGHT_BF16, w, x, term->num_features, out);
+        float sums[4][ROWS][PANEL];
+        if (!term || panel * PANEL >= term->a.num_columns)
+            continue;
+        multiply_numbers(term->a.type, rows, 1, panels_of(&term->a, panel), rows_of(of[a], row), sums);
+        for (int i = 0; i < rows; ++i) {
+            float *to = low_row(batch, row + i, at[a]);
+            const vec low = vec_mul(vec_set(term->scale), load_f32(sums[0][i]));
+            if (wants(&term->b))
+                store_bf16((uint16_t *)to + panel * PANEL, low, 0);
             else
-                dots(WEIGHT_F32, w, x, term->num_features, out);
-            for (int j = 0; j < DOTS && r + j < term->rank; ++j)
-                low_row(batch, row, at[a])[r + j] = term->scale * out[j];
+                store_f32(to + panel * PANEL, low, 0);
         }
     }
     meet(worker);
@@ -125,14 +124,14 @@ TARGET static void complete_inputs(const struct decoder *model, const struct bat
 TARGET static void residual(const struct decoder *model, const struct batch *batch, const struct matrix *w, const float *y, int64_t size,
                             struct low_terms low, const struct norm *post_norm, struct worker *worker)
 {
-    const int apart = batch->added || (post_norm->weight && model->residual != RESIDUAL_AFTER);
+    const int apart = batch->added || (post_norm->weight && model->residual != RESIDUAL_AFTER), wanted = wants(w) | low_wants(batch);
     float *const to = batch->added ? batch->added : apart ? batch->normed : batch->x;
     struct product job = {.w = w, .x = y, .y = to + model->first_hidden, .x_stride = size, .y_stride = model->hidden_size,
                           .num_rows = batch->num_rows, .epilogue = apart ? STORE : ADD, .scale = model->residual_scale, .low = low};
     if (model->own_codes) {
         job.coded = coded_at(&batch->shared, 0, size);
-    } else if (wants(w)) {
-        job.coded = code_rows(batch, y, size, wants(w), worker);
+    } else if (wanted) {
+        job.coded = code_rows(batch, y, size, wanted, worker);
         meet(worker);
     }
     shrink(&job, 1, worker);
@@ -155,6 +154,28 @@ TARGET static void settle(const struct decoder *model, const struct batch *batch
 
 /* ---- experts ---- */
 
+#define DOTS 4 /* rows of the router whose products with x are computed together, in four streams */
+
+/* out[j] = w[j] . x, in sums of 16 lanes. */
+INLINE void dots(const float *const w[DOTS], const float *x, int64_t size, float out[DOTS])
+{
+    const int64_t whole = size / 16 * 16;
+    float last[16] = {0}, lasts[DOTS][16] = {{0}};
+    vec sums[DOTS];
+    for (int j = 0; j < DOTS; ++j) {
+        sums[j] = vec_zero();
+        memcpy(lasts[j], w[j] + whole, (size_t)(size - whole) * sizeof(float));
+    }
+    memcpy(last, x + whole, (size_t)(size - whole) * sizeof(float));
+    for (int64_t d = 0; d < whole; d += 16)
+        for (int j = 0; j < DOTS; ++j) {
+            fetch((const char *)(w[j] + d) + FETCH_AHEAD);
+            sums[j] = vec_fma(load_f32(x + d), load_f32(w[j] + d), sums[j]);
+        }
+    for (int j = 0; j < DOTS; ++j)
+        out[j] = lanes_sum(vec_fma(load_f32(last), load_f32(lasts[j]), sums[j]));
+}
+
 /* scores = W normed, in dot products of 16 lanes: as panels, few experts would be work for one thread. */
 TARGET static void score_experts(const struct experts *experts, const struct batch *batch, int64_t hidden, struct worker *worker)
 {
@@ -162,11 +183,11 @@ TARGET static void score_experts(const struct experts *experts, const struct bat
     const int64_t parts = (experts->num + DOTS - 1) / DOTS, total = batch->num_rows * parts;
     for (int64_t item; (item = team_next(worker->team, stage, worker->thread, total)) < total;) {
         const int64_t row = item / parts, first = item % parts * DOTS;
-        const char *w[DOTS];
+        const float *w[DOTS];
         float scores[DOTS];
         for (int j = 0; j < DOTS; ++j)
-            w[j] = (const char *)(experts->router + (first + j < experts->num ? first + j : experts->num - 1) * hidden);
-        dots(WEIGHT_F32, w, batch->normed + row * hidden, hidden, scores);
+            w[j] = experts->router + (first + j < experts->num ? first + j : experts->num - 1) * hidden;
+        dots(w, batch->normed + row * hidden, hidden, scores);
         for (int j = 0; j < DOTS && first + j < experts->num; ++j)
             batch->routing.scores[row * experts->num + first + j] = scores[j];
     }
@@ -527,7 +548,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         const int parallel = model->residual == RESIDUAL_PARALLEL, joined = parallel && !layer->mlp_norm.weight;
         norm_rows(model, batch->normed, batch->x, &layer->input_norm, worker, 0);
         const int of_keys = model->latent_rank ? wants(&layer->latent) : wants(w[1]) | wants(w[2]);
-        const int wanted = wants(w[0]) | of_keys | (joined ? wants(gated.w) : 0);
+        const int wanted = wants(w[0]) | of_keys | (joined ? wants(gated.w) : 0) | low_wants(batch);
         const struct coded coded = code_rows(batch, batch->normed, hidden, wanted, worker);
         for (int i = 0; i < 3; ++i)
             qkv[i] = (struct product){.w = w[i], .x = batch->normed, .coded = coded, .y = y[i], .x_stride = hidden, .y_stride = width,
@@ -545,7 +566,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         }
         if (parallel && !joined) { /* before attention, which changes x */
             norm_rows(model, batch->normed, batch->x, &layer->mlp_norm, worker, 0);
-            gated.coded = code_rows(batch, batch->normed, hidden, wants(gated.w), worker);
+            gated.coded = code_rows(batch, batch->normed, hidden, wants(gated.w) | low_wants(batch), worker);
             meet(worker);
             shrink(&gated, 1, worker);
             multiply(&gated, 1, worker);
@@ -582,7 +603,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
                 routed(model, index, batch, worker);
                 continue;
             }
-            gated.coded = code_rows(batch, batch->normed, hidden, wants(gated.w), worker);
+            gated.coded = code_rows(batch, batch->normed, hidden, wants(gated.w) | low_wants(batch), worker);
             meet(worker);
             shrink(&gated, 1, worker);
             multiply(&gated, 1, worker);

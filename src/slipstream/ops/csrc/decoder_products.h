@@ -2,8 +2,9 @@
 #ifndef SLIPSTREAM_DECODER_PRODUCTS_H
 #define SLIPSTREAM_DECODER_PRODUCTS_H
 
-#include "decoder_adapters.h"
+#include "decoder_lanes.h"
 
+#define FETCH_AHEAD 1024 /* bytes per panel: about 50 ns of a core's share of memory bandwidth */
 #define FETCH_WAITING 131072 /* bytes: the most that a thread prefetches of its next matrix while it waits */
 
 /* ---- layout of a matrix ---- */
@@ -42,6 +43,22 @@ INLINE int64_t num_strips(const struct matrix *w, int64_t rows)
 INLINE int64_t ahead_of(int64_t at, int64_t gap, int num) { return at + FETCH_AHEAD + (at + FETCH_AHEAD < gap ? 0 : (num - 1) * gap); }
 
 /* ---- numbers ---- */
+
+INLINE vec load_weight(int type, const void *p)
+{
+    return type == WEIGHT_BF16 ? load_bf16(p) : type == WEIGHT_F16 ? load_f16(p) : load_f32(p);
+}
+
+INLINE int64_t weight_size(int type) { return type == WEIGHT_F32 ? 4 : 2; }
+
+INLINE void fetch(const char *p) { __builtin_prefetch(p, 0, 3); }
+
+/* Rows of a product's inputs, in fp32, and in bf16 for matrices that want halves. */
+struct rows {
+    const float *x;
+    const uint16_t *halves;
+    int64_t stride, halves_stride;
+};
 
 /* Panels of one matrix, `gap` bytes apart, and other memory to prefetch meanwhile, or NULL. */
 struct panels {
@@ -104,6 +121,8 @@ INLINE void tiles(const int type, const int rows, int panels, struct panels w, c
     const int all = WIDE == 4 || rows == 1, num = all || rows <= 3 ? 2 : 1;
     if (all && panels == 4)
         tile(type, rows, 4, &w, x, stride, out);
+    else if (num == 2 && panels == 1)
+        tile(type, rows, 1, &w, x, stride, out);
     else
         for (int j = 0; j < panels; j += num, w.first += num * w.gap, w.next += w.next ? num * w.next_gap : 0)
             tile(type, rows, num, &w, x, stride, out + j);
@@ -119,16 +138,50 @@ INLINE void tiles(const int type, const int rows, int panels, struct panels w, c
     case 5: DO(5, __VA_ARGS__); break;                                                                                  \
     default: DO(6, __VA_ARGS__); break;                                                                                 \
     }
-#define TILES(ROWS_OF_TILE, type) tiles(type, ROWS_OF_TILE, panels, w, x, stride, out)
+#if DOTS_BF16
+INLINE void half_tile(const int rows, const int num, const struct panels *w, const struct rows *x, float out[][ROWS][PANEL])
+{
+    vec sums[ROWS * 4];
+    for (int a = 0; a < rows * num; ++a)
+        sums[a] = vec_zero();
+    for (int64_t k = 0; k < w->num_features; k += 2) {
+        const int64_t at = k * PANEL * 2, ahead = ahead_of(at, w->gap, num);
+        for (int j = 0; j < num; ++j) {
+            fetch(w->first + j * w->gap + ahead);
+            for (int i = 0; i < rows; ++i)
+                sums[i * num + j] = dot_bf16(sums[i * num + j], w->first + j * w->gap + at, x->halves + i * x->halves_stride + k);
+        }
+    }
+    for (int j = 0; j < num; ++j)
+        for (int i = 0; i < rows; ++i)
+            store_f32(out[j][i], sums[i * num + j], 0);
+}
 
-TARGET static void multiply_numbers(int type, int rows, int panels, struct panels w, const float *x, int64_t stride, float out[][ROWS][PANEL])
+INLINE void half_tiles(const int rows, int panels, const struct panels *w, const struct rows *x, float out[][ROWS][PANEL])
+{
+    if (panels == 4)
+        half_tile(rows, 4, w, x, out);
+    else if (panels == 2)
+        half_tile(rows, 2, w, x, out);
+    else
+        half_tile(rows, 1, w, x, out);
+}
+#endif
+
+#define TILES(ROWS_OF_TILE, type) tiles(type, ROWS_OF_TILE, panels, w, x.x, x.stride, out)
+#define HALF_TILES(ROWS_OF_TILE, ...) half_tiles(ROWS_OF_TILE, panels, &w, &x, out)
+
+/* 1, 2 or 4 panels. */
+TARGET static void multiply_numbers(int type, int rows, int panels, struct panels w, struct rows x, float out[][ROWS][PANEL])
 {
     if (type == WEIGHT_F32)
         FOR_ROWS(TILES, rows, WEIGHT_F32)
     else if (type == WEIGHT_F16)
         FOR_ROWS(TILES, rows, WEIGHT_F16)
-#if !DOTS_BF16
     else
+#if DOTS_BF16
+        FOR_ROWS(HALF_TILES, rows, 0)
+#else
         FOR_ROWS(TILES, rows, WEIGHT_BF16)
 #endif
 }
@@ -390,35 +443,61 @@ TARGET static void multiply_codes(const struct matrix *w, int64_t panel, int pan
 }
 #endif
 
-#if DOTS_BF16
-INLINE void half_tile(const int rows, const int num, const struct panels *w, const uint16_t *x, int64_t stride, float out[][ROWS][PANEL])
+/* ---- adapters: y += B (scale A x) for the rows of requests that have one ----
+ *
+ * The product with the model's own matrix is computed once for all rows; `shrink` (decoder_body.h) computes scale A x of the rows
+ * with adapters before it, and add_low_rank adds B times that to a tile's sums. Each row's terms are added in one order, so its
+ * bits do not depend on the adapters of other rows. Adjacent rows of one adapter share its panels. */
+
+/* A product's terms of the adapters: of its layer and place, for gate and up of both. */
+struct low_terms {
+    const struct batch *batch; /* NULL: no row has an adapter */
+    int at;                    /* layer * LOW_PLACES + enum low_place */
+};
+
+INLINE struct low_terms low_of(const struct batch *batch, int layer, enum low_place place)
 {
-    vec sums[ROWS * 4];
-    for (int a = 0; a < rows * num; ++a)
-        sums[a] = vec_zero();
-    for (int64_t k = 0; k < w->num_features; k += 2) {
-        const int64_t at = k * PANEL * 2, ahead = ahead_of(at, w->gap, num);
-        for (int j = 0; j < num; ++j) {
-            fetch(w->first + j * w->gap + ahead);
-            for (int i = 0; i < rows; ++i)
-                sums[i * num + j] = dot_bf16(sums[i * num + j], w->first + j * w->gap + at, x + i * stride + k);
+    return (struct low_terms){batch->adapters ? batch : 0, layer * LOW_PLACES + place};
+}
+
+/* The type of x that their A need in addition to fp32. */
+INLINE int low_wants(const struct batch *batch) { return DOTS_BF16 && batch->adapters ? WANTS_HALVES : 0; }
+
+INLINE struct panels panels_of(const struct matrix *w, int64_t panel)
+{
+    return (struct panels){panel_of(w, panel), panel_bytes(w), w->num_features, 0, 0};
+}
+
+/* scale A x of a row, [low_size], in the type that B multiplies. */
+INLINE float *low_row(const struct batch *batch, int64_t row, int at)
+{
+    return batch->low + (row * LOW_PLACES + at % LOW_PLACES) * batch->low_size;
+}
+
+/* Add to the sums of a tile; `gated`: its panels alternate between gate and up. */
+TARGET static void add_low_rank(const struct low_terms *low, int gated, int64_t panel, int panels, int row, int rows, float sums[][ROWS][PANEL])
+{
+    const struct low_rank *const *adapters = low->batch->adapters + row;
+    const int64_t stride = LOW_PLACES * low->batch->low_size;
+    for (int from = 0, until; from < rows; from = until) {
+        for (until = from + 1; until < rows && adapters[until] == adapters[from];)
+            ++until;
+        for (int place = 0; adapters[from] && place <= gated; ++place) {
+            const struct matrix *b = &adapters[from][low->at + place].b;
+            const float *t = low_row(low->batch, row + from, low->at + place);
+            float terms[4][ROWS][PANEL];
+            if (!b->data)
+                continue;
+            multiply_numbers(b->type, until - from, panels >> gated, panels_of(b, panel >> gated),
+                             (struct rows){t, (const uint16_t *)t, stride, 2 * stride}, terms);
+            for (int j = 0; j < panels >> gated; ++j)
+                for (int i = from; i < until; ++i) {
+                    float *sum = sums[(j << gated) + place][i];
+                    store_f32(sum, vec_add(load_f32(sum), load_f32(terms[j][i - from])), 0);
+                }
         }
     }
-    for (int j = 0; j < num; ++j)
-        for (int i = 0; i < rows; ++i)
-            store_f32(out[j][i], sums[i * num + j], 0);
 }
-
-#define HALF_TILE(ROWS_OF_TILE, num) half_tile(ROWS_OF_TILE, num, &w, x, stride, out)
-
-TARGET static void multiply_halves(struct panels w, int panels, const uint16_t *x, int64_t stride, int rows, float out[][ROWS][PANEL])
-{
-    if (panels == 4)
-        FOR_ROWS(HALF_TILE, rows, 4)
-    else
-        FOR_ROWS(HALF_TILE, rows, 2)
-}
-#endif
 
 /* The destination of a tile's sums. */
 enum epilogue { STORE, ADD, GATED, ACTIVATED };
@@ -435,6 +514,11 @@ struct product {
     float scale; /* of the sums; 0: none */
     struct low_terms low;
 };
+
+INLINE struct rows rows_of(const struct product *job, int64_t row)
+{
+    return (struct rows){job->x + row * job->x_stride, job->coded.halves + row * job->coded.stride, job->x_stride, job->coded.stride};
+}
 
 INLINE vec activate(int activation, vec x)
 {
@@ -516,7 +600,7 @@ TARGET static void strip(const struct product *job, int64_t panel, int from, int
     const int64_t left = num_panels(w) - panel;
     const int panels = left < strip_panels(job->num_rows) ? (int)left : strip_panels(job->num_rows);
     const int wanted = wants(w), height = wanted == WANTS_CODES ? CODE_ROWS : ROWS;
-    struct panels numbers = {panel_of(w, panel), panel_bytes(w), w->num_features, 0, 0};
+    struct panels numbers = panels_of(w, panel);
     int type = w->type;
     if (job->num_rows > ROWS && !wanted && type != WEIGHT_F32) {
         for (int j = 0; j < panels; ++j)
@@ -533,12 +617,8 @@ TARGET static void strip(const struct product *job, int64_t panel, int from, int
         const int rows = until - row < height ? until - row : height;
         if (wanted == WANTS_CODES)
             multiply_codes(w, panel, panels, &job->coded, row, rows, sums);
-#if DOTS_BF16
-        else if (wanted == WANTS_HALVES)
-            multiply_halves(numbers, panels, job->coded.halves + row * job->coded.stride, job->coded.stride, rows, sums);
-#endif
         else
-            multiply_numbers(type, rows, panels, numbers, job->x + row * job->x_stride, job->x_stride, sums);
+            multiply_numbers(type, rows, panels, numbers, rows_of(job, row), sums);
         finish_tile(job, panel, panels, row, rows, sums);
     }
 }
