@@ -674,7 +674,7 @@ def test_the_engine_says_what_the_config_says(deepspeed: Any) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_the_name_of_the_optimizer(deepspeed: Any) -> None:
+def test_what_the_caller_gave(deepspeed: Any) -> None:
     """DeepSpeed's own in lower case, others as the config has them, and the class of a caller's own."""
     model = toy.seeded(toy.Lm)
     for config, own, name in (
@@ -684,8 +684,12 @@ def test_the_name_of_the_optimizer(deepspeed: Any) -> None:
     ):
         settings = toy.settings(1, optimizer=config)
         engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=settings, dist_init_required=False)
-        assert engine.optimizer_name() == name
+        assert engine.optimizer_name() == name and engine.mpu is None
         engine.destroy()
+    pipeline = deepspeed.PipelineModule([model], loss_fn=lambda out, target: out.mean(), num_stages=1)
+    engine, *_ = deepspeed.initialize(model=pipeline, config=toy.settings(1), dist_init_required=False)
+    assert engine.mpu is engine.grid and engine.mpu.get_data_parallel_world_size() == 1  # as scripts read it
+    engine.destroy()
 
 
 @pytest.mark.usefixtures("group")

@@ -75,11 +75,12 @@ class DeepSpeedEngine(Engine):
 
     config: Any  # the user's config as a dict
     client_optimizer: Any  # what the caller gave
+    client_mpu: Any
     lines: StepLines
     coalesces = False  # inside coalesce_grad_reduction()
 
-    def _begin(self, config: Any, optimizer: Any) -> None:
-        self.config, self.client_optimizer = config, optimizer
+    def _begin(self, config: Any, optimizer: Any, mpu: Any) -> None:
+        self.config, self.client_optimizer, self.client_mpu = config, optimizer, mpu
         self.lines = StepLines(self)
 
     @cached_property
@@ -295,6 +296,7 @@ class DeepSpeedEngine(Engine):
     dp_world_size = property(lambda self: self.mesh.batch.size)
     mp_world_size = property(lambda self: self.mesh.tp.size)
     data_parallel_group = property(lambda self: self.mesh.batch.group)
+    mpu = property(attrgetter("client_mpu"))
     get_tensor_parallel_rank = get_model_parallel_rank = getter("mesh.tp.index")
     get_tensor_parallel_world_size = getter("mesh.tp.size")
     get_sequence_parallel_group = getter("mesh.sp.group")
@@ -518,7 +520,7 @@ def initialize(
     # DeepSpeedEngine adds only methods, so changing the class is enough.
     engine.__class__ = _kind(engine)
     assert isinstance(engine, DeepSpeedEngine)
-    engine._begin(raw, optimizer)
+    engine._begin(raw, optimizer, mpu)
     if engine.mesh.is_first:
         keys.say(loaded.notes)
     if lr_scheduler is None and scheduler is not None:
@@ -532,6 +534,8 @@ def initialize(
 
 class PipelineEngine(pipeline.PipelineEngine, DeepSpeedEngine):
     """The engine of a pipeline, with DeepSpeed's names."""
+
+    mpu = property(attrgetter("grid"))  # collective at the first call
 
 
 def _kind(engine: Engine) -> type[DeepSpeedEngine]:
