@@ -30,7 +30,9 @@ EMULATED = [name for name in build.SOURCES if "avx512" in name]
 # -O1: three times as fast to compile; -mno-avx512f: else the compiler would use what is to be emulated.
 FLAGS = [flag for flag in build.FLAGS if flag != "-O3"] + ["-O1", f"-I{build.CSRC}", '-DSLIPSTREAM_SOURCE_HASH="emulated"']
 SHIMMED = ["-mavx2", "-mfma", "-mf16c", "-mno-avx512f", "-include", str(SHIM)]
-PROCESSOR = '#include "slipstream_ops.h"\nenum isa slipstream_best_isa(void) { return AVX512BF16; }\n'
+PROCESSOR = '#include "slipstream_ops.h"\n' + "".join(
+    f"enum isa slipstream_{which}_isa(void) {{ return AVX512BF16; }}\n" for which in ("best", "default")
+)
 
 
 def why_not() -> str | None:

@@ -55,13 +55,13 @@ def choose(num_weights: int, keeps: bool, device: torch.device) -> tuple[str, st
     """The kind for a file of quantized blocks, see [Note: The rule], and why. `keeps`: whether most of them can be kept."""
     free = free_memory(device)
     wide, limit = 2 * num_weights, free * _EASILY[device.type]
-    fast = device.type == "cuda" or cpu.isa() in ("avx512bf16", "")  # "": torch computes
+    fast = device.type == "cuda" or cpu.isa() in ("avx512bf16", "avx512vnni", "")  # "": torch computes
     sizes = f"{_gb(wide)} in bf16, {_gb(free)} free"
     if wide <= limit and (fast or wide <= _SMALL):
         hint = "; dtype stored keeps the file's blocks" if keeps else ""
         return "bfloat16", f"{sizes}{hint}"
     if wide / 2 <= limit or not keeps:
-        slow = "; this CPU has no bf16 instructions" if wide <= limit else ""
+        slow = "; this CPU multiplies bf16 slowly" if wide <= limit else ""
         return "int8", f"{sizes}{slow}"
     return "stored", sizes
 

@@ -30,7 +30,7 @@ static int isa(void)
 {
     int set = atomic_load_explicit(&chosen, memory_order_acquire);
     if (set < 0) {
-        set = slipstream_best_isa();
+        set = slipstream_default_isa();
         atomic_store_explicit(&chosen, set, memory_order_release);
     }
     return set;

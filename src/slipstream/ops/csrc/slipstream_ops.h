@@ -79,7 +79,7 @@ enum isa { PORTABLE, AVX2, AVX512, AVX512VNNI, AVX512BF16 };
 #define KNOWS_AVX512VNNI (__GNUC__ >= 8)
 #define KNOWS_AVX512BF16 (__GNUC__ >= 10)
 #endif
-enum isa slipstream_best_isa(void); /* processor.c */
+enum isa slipstream_best_isa(void), slipstream_default_isa(void); /* processor.c */
 
 /* NULL if the compiler does not target that architecture. */
 extern const struct kernels *const kernels_avx512;
