@@ -17,8 +17,8 @@ import torch
 
 from slipstream import ops
 from slipstream.inference.native import NativeDecoder
-from slipstream.observe.host import cpu_flags
 from slipstream.ops import build, cpu
+from slipstream.world.host import cpu_flags
 from tests.inference import test_k_quants, test_native, test_native_attention
 from tests.inference.test_native import Requests, weights_of
 from tests.unit import test_ops_optim as optim

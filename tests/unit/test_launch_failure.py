@@ -24,7 +24,7 @@ from slipstream.launch.failure import (
     shell_code,
     shorten,
 )
-from slipstream.observe.host import Pressure
+from slipstream.world.host import Pressure
 
 CALM = Pressure(cgroup_kills=3, host_kills=5, limit=8 << 30, shm=(64 << 20, 63 << 20, 1 << 20))
 BLIND = Pressure(cgroup_kills=None, host_kills=None, limit=None, shm=None)

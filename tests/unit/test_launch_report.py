@@ -11,8 +11,8 @@ import pytest
 from slipstream.config import DataWorld, ModelFacts, resolve
 from slipstream.launch.cli import main
 from slipstream.launch.plan import parse_count, state_nbytes
-from slipstream.observe import host
 from slipstream.observe.report import collect
+from slipstream.world import host
 
 FACTS = ModelFacts(device_type="cpu", supports_bf16=True)
 
@@ -39,9 +39,49 @@ def test_host_files() -> None:
     assert host.counter("low 0\noom 7\noom_kill 3\n", "oom_kill") == 3
     assert host.counter("nothing", "oom_kill") is None
     root = Path("/sys/fs/cgroup")
-    assert host.cgroup_directories("0::/a/b\n") == [root / "a/b", root / "a", root]
+    assert host.cgroup_directories("0::/a/b\n", root) == [root / "a/b", root / "a", root]
     old = "5:devices:/x\n4:memory:/docker/1\n"
-    assert host.cgroup_directories(old) == [root / "memory/docker/1", root / "memory/docker", root / "memory"]
+    assert host.cgroup_directories(old, root) == [root / "memory/docker/1", root / "memory/docker", root / "memory"]
+
+
+@pytest.mark.parametrize(
+    ("line", "mount", "names", "cache", "unlimited"),
+    [
+        ("0::{}", "", ("memory.max", "memory.current"), "inactive_file {}", "max"),
+        (
+            "4:cpu,memory:{}\n0::/",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            "inactive_file 1\ntotal_inactive_file {}",
+            "9223372036854771712",
+        ),
+    ],
+)
+def test_what_is_left_of_memory(
+    line: str, mount: str, names: tuple[str, str], cache: str, unlimited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least of what the host and each control group around this process have left, not only the outermost."""
+    monkeypatch.setattr(host, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(host, "_CGROUP", tmp_path / "groups")
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  8000 kB\n")
+    assert host.available_memory() == 8000 << 10, "no control groups"
+    (tmp_path / "proc/self/cgroup").write_text(line.format("/system.slice/job/step") + "\n")
+
+    def group(path: str, limit: int | str, used: int, cached: int = 0) -> None:
+        folder = tmp_path / "groups" / mount / path
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in zip((*names, "memory.stat"), (limit, used, cache.format(cached)), strict=True):
+            (folder / name).write_text(f"{text}\n")
+
+    group("system.slice/job/step", unlimited, 5)
+    assert host.available_memory() == 8000 << 10
+    group("system.slice/job", 7000, 3000, cached=2500)
+    assert (host.available_memory(), host.memory_total()) == (7000 - 500, 7000)
+    group("system.slice", 9000, 8000)
+    assert (host.available_memory(), host.memory_total()) == (1000, 7000)
+    group("system.slice/job/step", 600, 50)
+    assert (host.available_memory(), host.memory_total(), host.read_pressure().limit) == (550, 600, 600)
 
 
 def plan_of(raw: dict[str, Any]) -> Any:

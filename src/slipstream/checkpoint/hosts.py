@@ -41,7 +41,7 @@ from slipstream.checkpoint.document import METADATA, file_name
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.load import load_metadata
 from slipstream.ops.disk import num_free
-from slipstream.ops.pages import available_memory
+from slipstream.world.host import available_memory
 
 _CHUNK = 1 << 26  # bytes of a message
 _BESIDE = ".loading-"  # the folders of loads that run

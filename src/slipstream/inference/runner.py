@@ -17,7 +17,7 @@ from slipstream.inference.config import TransformerConfig
 from slipstream.inference.core import Runner
 from slipstream.inference.kv_cache import HeadShape, KVCache, bytes_per_block
 from slipstream.inference.stats import Use
-from slipstream.ops.pages import available_memory
+from slipstream.world.host import available_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,8 +31,8 @@ from slipstream.launch.failure import Failure, decode, encode, first, render, sh
 from slipstream.launch.watch import RankWatch
 from slipstream.launch.worker import read_records, read_stack
 from slipstream.launch.zygote import spare_ranks
-from slipstream.observe.host import read_pressure
 from slipstream.world import brief
+from slipstream.world.host import read_pressure
 
 _POLL_S = 0.02  # between two looks at the ranks, in a job of one host: with more, each look asks the rendezvous's host
 _SHARED_MEMORY, _KEPT = Path("/dev/shm"), "slipstream-memory-"

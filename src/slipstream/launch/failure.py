@@ -16,7 +16,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from slipstream.observe.host import Pressure
+from slipstream.world.host import Pressure
 
 MARK = "\x1eslipstream-failure "
 LONGEST = 16_000  # characters of a traceback or message; a longer one loses its middle

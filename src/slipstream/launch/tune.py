@@ -32,8 +32,7 @@ from slipstream.config.arguments import read_config
 from slipstream.config.trial import PROGRESS, STOP, SURVEY, TASK, VARIABLE, laid_over, nested, write_json
 from slipstream.launch import hyper, search
 from slipstream.launch.search import BATCH, Candidate, Outcome, Rules
-from slipstream.observe.host import memory_total
-from slipstream.ops.pages import available_memory
+from slipstream.world.host import available_memory
 
 STATE, TABLE, BEST, RUNS = "tuning.json", "tuning.md", "best.json", "runs"
 _MEASURED = ("seconds", "loss", "peak_bytes")
@@ -200,8 +199,7 @@ class Tuner:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
         folder.mkdir(parents=True)
         config = laid_over(self.config, nested(changes))
-        host = min(available_memory(), memory_total() or sys.maxsize)
-        wanted = {"memory": options.memory, "host": host, "disk": options.disk, "max_batch": options.max_batch}
+        wanted = {"memory": options.memory, "host": available_memory(), "disk": options.disk, "max_batch": options.max_batch}
         task = {"config": config, "warmup": options.warmup, "steps": options.steps, "survey": wanted if surveys else None}
         task |= {"rates": rates} if rates else {}
         write_json(folder / TASK, task)

@@ -1,4 +1,4 @@
-"""Memory: what is left of it, and huge pages: the first write to a large tensor costs a page fault per 2 MiB, not per 4 KiB."""
+"""Huge pages: the first write to a large tensor costs a page fault per 2 MiB, not per 4 KiB."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import mmap
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,19 +31,6 @@ def give_back_freed() -> None:
     """Return to the system what malloc keeps of freed memory. (After a model of 0.8 GB was opened: 0.3 GB.)"""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
-
-
-def available_memory() -> int:
-    """Bytes that this host and the limit of the control group have left."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    group = Path("/sys/fs/cgroup")
-    limit = (group / "memory.max").read_text().strip() if (group / "memory.max").is_file() else "max"
-    if limit == "max":
-        return free
-    counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    used = int((group / "memory.current").read_text()) - int(counted.get("inactive_file", 0))  # the page cache is reclaimable
-    return min(free, int(limit) - used)
 
 
 def huge(out: Tensor) -> Tensor:

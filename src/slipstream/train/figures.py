@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from slipstream.config.plan import Plan, describe
 from slipstream.moe import expert_loads
 from slipstream.observe import report
-from slipstream.observe.host import Resident
 from slipstream.observe.monitors import check_packages, open_monitors
+from slipstream.world.host import Resident
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine

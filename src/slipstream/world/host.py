@@ -1,7 +1,7 @@
 """Facts about this host: cores, memory, limits, kill counts of the out-of-memory killer.
 
 Parsers are pure and tested on text; `read_pressure` and similar functions only open files. A missing file (another kernel, a
-container that hides it) gives None, never an error: these facts are for reports, not for decisions.
+container that hides it) gives None, never an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63
 
@@ -25,7 +25,7 @@ class Pressure:
 
     cgroup_kills: int | None  # processes that the OOM killer ended in this control group
     host_kills: int | None  # the same over the whole host
-    limit: int | None  # bytes this control group may use; None = no limit
+    limit: int | None  # bytes that the control group, and those around it, may use; None = no limit
     shm: tuple[int, int, int] | None  # bytes of /dev/shm: all, used, free
 
 
@@ -35,8 +35,8 @@ def counter(text: str, name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def cgroup_directories(text: str, root: Path = _CGROUP) -> list[Path]:
-    """Directories that may hold this process's memory files, most specific first, from the text of /proc/self/cgroup.
+def cgroup_directories(text: str, root: Path) -> list[Path]:
+    """Directories under `root` that may hold this process's memory files, most specific first, by the text of /proc/self/cgroup.
 
     Inside a container the path named there often does not exist, and the files are at the root of the mount.
     """
@@ -63,25 +63,49 @@ def _texts(directories: Sequence[Path], names: Sequence[str]) -> list[str]:
     return [text for directory in directories for name in names if (text := _read(directory / name))]
 
 
+def _limits() -> dict[Path, int]:
+    """The bytes that the control groups of this process may use, of those that have a limit."""
+    limits = {}
+    for directory in cgroup_directories(_read(_PROC / "self/cgroup") or "", _CGROUP):
+        for text in _texts([directory], ("memory.max", "memory.limit_in_bytes")):
+            if text.strip().isdigit() and int(text) < _UNLIMITED:
+                limits[directory] = int(text)
+    return limits
+
+
+def _used(directory: Path) -> int:
+    """Bytes that a control group and those in it use, without page cache that can be reclaimed."""
+    used, stat = _texts([directory], ("memory.current", "memory.usage_in_bytes")), _read(directory / "memory.stat") or ""
+    cached = [each for name in ("total_inactive_file", "inactive_file") if (each := counter(stat, name)) is not None]
+    return int(used[0]) - next(iter(cached), 0) if used else 0
+
+
 def read_pressure() -> Pressure:
-    directories = cgroup_directories(_read(Path("/proc/self/cgroup")) or "")
-    vmstat = _read(Path("/proc/vmstat"))
+    directories = cgroup_directories(_read(_PROC / "self/cgroup") or "", _CGROUP)
+    vmstat = _read(_PROC / "vmstat")
     kills = [counter(text, "oom_kill") for text in _texts(directories, ("memory.events", "memory.oom_control"))]
-    limits = [text.strip() for text in _texts(directories, ("memory.max", "memory.limit_in_bytes"))]
     return Pressure(
         cgroup_kills=next((number for number in kills if number is not None), None),
         host_kills=counter(vmstat, "oom_kill") if vmstat else None,
-        limit=min((int(text) for text in limits if text.isdigit() and int(text) < _UNLIMITED), default=None),
+        limit=min(_limits().values(), default=None),
         shm=shutil.disk_usage("/dev/shm") if os.path.exists("/dev/shm") else None,
     )
 
 
+def _of_host(name: str) -> list[int]:
+    """The bytes of a line of /proc/meminfo; none without it."""
+    match = re.search(rf"^{name}:\s+(\d+) kB", _read(_PROC / "meminfo") or "", re.MULTILINE)
+    return [int(match[1]) * 1024] if match else []
+
+
 def memory_total() -> int | None:
-    """Bytes of RAM, or the control group's limit if that is smaller."""
-    match = re.search(r"^MemTotal:\s+(\d+) kB", _read(Path("/proc/meminfo")) or "", re.MULTILINE)
-    limit = read_pressure().limit
-    sizes = [size for size in (int(match[1]) * 1024 if match else None, limit) if size is not None]
-    return min(sizes, default=None)
+    """Bytes of RAM, or the least limit of the control groups if that is smaller."""
+    return min([*_of_host("MemTotal"), *_limits().values()], default=None)
+
+
+def available_memory() -> int:
+    """Bytes that the host and all limits of the control groups have left. Page cache that can be reclaimed counts as left."""
+    return min(_of_host("MemAvailable") + [limit - _used(directory) for directory, limit in _limits().items()])
 
 
 class Resident:
