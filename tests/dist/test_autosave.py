@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -85,6 +86,21 @@ def wait_until(condition: Any, process: subprocess.Popen[str], seconds: float = 
         time.sleep(0.05)
 
 
+@contextmanager
+def own_handler() -> Iterator[tuple[Any, list[int]]]:
+    """A script's handler of SIGUSR1, and the signals that it got."""
+    called: list[int] = []
+
+    def own(number: int, _: Any) -> None:
+        called.append(number)
+
+    outside = signal.signal(signal.SIGUSR1, own)  # the pool's, which would end the test
+    try:
+        yield own, called
+    finally:
+        signal.signal(signal.SIGUSR1, outside)
+
+
 @distributed(world_size=2)
 def test_checkpoints_by_itself(tmp_path: Path) -> None:
     """`folder`, `every_steps`, `every_minutes`, `on_signal` and `resume` of slipstream.checkpoint."""
@@ -95,29 +111,51 @@ def test_checkpoints_by_itself(tmp_path: Path) -> None:
     def tags(folder: str = "a") -> list[str]:
         return sorted(path.name for path in (tmp_path / folder).glob("global_step*"))
 
-    before = signal.getsignal(signal.SIGUSR1)
-    engine = engine_of(every_steps=2)
-    for i in range(5):
-        toy.step(engine, toy.tokens(engine.rank, i))
-    assert tags() == ["global_step2", "global_step4"]
-    engine.destroy()
-    engine = engine_of(every_steps=2)  # goes on from step 4
-    assert engine.global_steps == 4
-    if engine.rank == 1:  # one rank gets the signal, in the middle of a step; all save at its end
-        os.kill(os.getpid(), signal.SIGUSR1)
-    with pytest.raises(Preempted) as stopped:
-        toy.step(engine, toy.tokens(engine.rank, 4))
-    assert stopped.value.code == 85 and tags()[-1] == "global_step5"
-    engine.destroy()
-    assert signal.getsignal(signal.SIGUSR1) is before
-    engine = engine_of(resume=False, on_signal=["SIGUSR2"])
-    assert engine.global_steps == 0 and signal.getsignal(signal.SIGUSR1) is before
-    engine.destroy()
+    with own_handler() as (own, _):
+        engine = engine_of(every_steps=2)
+        for i in range(5):
+            toy.step(engine, toy.tokens(engine.rank, i))
+        assert tags() == ["global_step2", "global_step4"]
+        engine.destroy()
+        engine = engine_of(every_steps=2)  # goes on from step 4
+        assert engine.global_steps == 4
+        if engine.rank == 1:  # one rank gets the signal, in the middle of a step; all save at its end
+            os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(Preempted) as stopped:
+            toy.step(engine, toy.tokens(engine.rank, 4))
+        assert stopped.value.code == 85 and tags()[-1] == "global_step5"
+        engine.destroy()
+        assert signal.getsignal(signal.SIGUSR1) is own
+        engine = engine_of(resume=False, on_signal=["SIGUSR2"])
+        assert engine.global_steps == 0 and signal.getsignal(signal.SIGUSR1) is own
+        engine.destroy()
     engine = engine_of(folder=str(tmp_path / "b"), every_minutes=1e-9)
     for i in range(2):
         toy.step(engine, toy.tokens(engine.rank, i))
     assert tags("b") == ["global_step1", "global_step2"]
     engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_signal_saves_every_engine_of_the_process(tmp_path: Path) -> None:
+    """Also if one that listened, too, is gone."""
+    with own_handler() as (own, called):
+        engines = [toy.make(toy.seeded(toy.Lm), 2, slipstream={"checkpoint": {"folder": str(tmp_path / name)}}) for name in "abcd"]
+        rank = engines[0].rank
+        engines.pop(0).destroy()
+        engines.pop().destroy()
+        first, second = engines
+        for engine in (first, second, second):
+            toy.step(engine, toy.tokens(rank, 0))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(Preempted):
+            toy.step(first, toy.tokens(rank, 1))
+        assert [tags(tmp_path / name) for name in "abcd"] == [[], ["global_step2"], ["global_step2"], []]
+        assert called == [signal.SIGUSR1] * (rank == 1), "the script's own handler, once all is saved"
+        first.destroy()
+        second.destroy()
+        assert signal.getsignal(signal.SIGUSR1) is own
 
 
 def tags(folder: Path) -> list[str]:

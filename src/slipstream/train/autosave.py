@@ -6,6 +6,7 @@ With several hosts each has the files of its own ranks and of the host before it
 
 A signal may reach one rank only (a scheduler signals the first process of a job, or one host). Its wish is one more number in the
 exchange that every step has anyway, so that all ranks save at the end of the same step. Then all exit with code 85: "start again".
+Other engines of the process that listen to a signal with this one are saved with it, as they are then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import os
 import signal
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, Hosts, complete_newest
 from slipstream.config.plan import CheckpointPlan
+from slipstream.train.gate import Gate
 from slipstream.world import brief
 from slipstream.world.join import local_rank, local_world_size
 from slipstream.world.mesh import Axis, Mesh
@@ -40,6 +44,7 @@ class Saved(Protocol):
     """What the checkpoints need of an engine."""
 
     global_steps: int
+    gate: Gate
 
     def save_checkpoint(self, save_dir: str, tag: str | None = None) -> bool: ...
 
@@ -60,12 +65,11 @@ class Autosave:
         self.hosts: Hosts | None = None  # several, with a folder in memory each
         self.memory = self._find_memory(mesh.world) if plan.memory_every_steps else None
         self._last = time.monotonic()
-        self._signal = 0
-        self._handlers: dict[int, Any] = {}
+        self.signal = 0
+        self.engine: Callable[[], Saved | None] = lambda: None  # once it has stepped, while it lives
+        self._handlers: list[_Handler] = []
         if plan.folder is not None and threading.current_thread() is threading.main_thread():
-            for name in plan.on_signal:
-                number = signal.Signals[name]
-                self._handlers[number] = signal.signal(number, self._on_signal)
+            self._handlers = [_Handler.join(self, signal.Signals[name]) for name in plan.on_signal]
 
     def _find_memory(self, world: Axis) -> str | None:
         """The folder on this host. Collective over the world."""
@@ -78,16 +82,10 @@ class Autosave:
             logger.warning("slipstream.checkpoint.memory_every_steps has no effect here: %s", why)
         return None if why else folder
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal:  # the second one does not wait
-            self.close()
-            os.kill(os.getpid(), number)
-        self._signal = number
-
     @property
     def wish(self) -> float:
         """What this rank asks all ranks to do at the end of this step."""
-        if self._signal:
+        if self.signal:
             return STOP
         is_due = self.plan.every_minutes and time.monotonic() - self._last >= 60 * self.plan.every_minutes
         return SAVE if is_due and self.is_first else 0.0
@@ -106,6 +104,7 @@ class Autosave:
             )
         if self.plan.folder is None:
             return
+        self.engine = weakref.ref(engine)
         if not wish and not (self.plan.every_steps and engine.global_steps % self.plan.every_steps == 0):
             if self.memory is not None and engine.global_steps % self.plan.memory_every_steps == 0:
                 self._save_in_memory(engine, self.memory)
@@ -114,9 +113,26 @@ class Autosave:
         engine.save_checkpoint(self.plan.folder)
         if wish == STOP:
             engine.finish_save()
+            self._save_others()
             if self.is_first:
                 logger.warning("step %d is saved after a signal; exit code %d", engine.global_steps, brief.AGAIN)
+            for handler in self._handlers:
+                handler.pass_on(self.signal)
             raise Preempted(brief.AGAIN)
+
+    def _save_others(self) -> None:
+        """Save the other engines of this process. Collective over the ranks of this engine, which have the same others."""
+        for each in dict.fromkeys(each for handler in self._handlers for each in handler.engines):
+            engine = each.engine()
+            if each is self or engine is None or each.plan.folder is None or not set(each._world.ranks) <= set(self._world.ranks):
+                continue
+            try:
+                engine.gate.check("save_checkpoint")
+            except RuntimeError as error:
+                logger.warning("step %d of another engine is not saved: %s", engine.global_steps, error)
+                continue
+            engine.save_checkpoint(each.plan.folder)
+            engine.finish_save()
 
     def _save_in_memory(self, engine: Saved, folder: str) -> None:
         """Collective, and never the end of training: where memory does not suffice, there are no more of them."""
@@ -153,9 +169,42 @@ class Autosave:
     def close(self) -> None:
         """Give the signals back."""
         while self._handlers:
-            number, handler = self._handlers.popitem()
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, handler)
+            self._handlers.pop().leave(self)
+
+
+class _Handler:
+    """What a signal does while engines of this process listen to it; the last one that leaves gives it back.
+
+    before: what it did, which a second signal does at once. If it is a function of the user's, it is called when all is saved.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number, self.engines = number, list[Autosave]()
+        self.before: Any = signal.signal(number, self)
+
+    @staticmethod
+    def join(engine: Autosave, number: int) -> _Handler:
+        now: Any = signal.getsignal(number)
+        handler = now if isinstance(now, _Handler) else _Handler(number)
+        handler.engines.append(engine)
+        return handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if any(each.signal for each in self.engines):
+            for each in list(self.engines):
+                each.close()
+            os.kill(os.getpid(), number)
+        for each in self.engines:
+            each.signal = number
+
+    def pass_on(self, number: int) -> None:
+        if number == self.number and callable(self.before) and self.before is not signal.default_int_handler:
+            self.before(number, None)
+
+    def leave(self, engine: Autosave) -> None:
+        self.engines.remove(engine)
+        if not self.engines and signal.getsignal(self.number) is self:
+            signal.signal(self.number, self.before)
 
 
 def hosts_of(world: Axis, *, in_memory: bool) -> tuple[Hosts | None, str]:
