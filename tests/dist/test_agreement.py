@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 import slipstream
 from slipstream.compat import engine as compat
@@ -90,7 +91,7 @@ def test_weights_that_one_rank_cannot_quantize() -> None:
             next(each for each in model.modules() if isinstance(each, nn.Linear)).weight.data[0, 0] = float("inf")
         toy.make(model, 3, optimizer=None, weight_quantization={"quantized_initialization": {"num_bits": 8, "group_size": 8}})
 
-    assert re.fullmatch(r"rank 1 refuses its config \(layer '.*' has non-finite weights; leave it out .*\)", told(make))
+    assert re.fullmatch(r"rank 1 refuses its model \(layer '.*' has non-finite weights; leave it out .*\)", told(make))
 
 
 @distributed(world_size=2)
@@ -103,6 +104,12 @@ def test_data_that_differ() -> None:
 
     assert told(lambda rank: make(8 - 2 * rank)) == "rank 1 has training_data of 6 samples where rank 0 has 8 samples"
 
+    def by_seed(rank: int) -> None:
+        loader: Any = DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(rank))  # type: ignore[arg-type]
+        slipstream.initialize(model=toy.seeded(toy.Net), config=toy.settings(1), training_data=loader)
+
+    assert told(by_seed) == "rank 1 has training_data's seed 1 where rank 0 has 0"
+
     def other_rates(rank: int) -> None:
         model = toy.seeded(toy.Net)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (1 + rank))
@@ -114,7 +121,9 @@ def test_data_that_differ() -> None:
         model=toy.seeded(toy.Net), config=toy.settings(1), training_data=data if dist.get_rank() == 0 else None
     )
     engine.destroy()  # the script may send the batches
-    assert told(lambda rank: make(8 - 8 * rank)).startswith("rank 1 refuses its config (training data: 0 samples are too few")
+    assert told(lambda rank: make(8 - 8 * rank)).startswith(
+        "rank 1 refuses its training data (training data: 0 samples are too few"
+    )
 
 
 class Mpu:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import slipstream
 from tests import cases, toy
@@ -434,6 +434,46 @@ def test_auto_asks_the_arguments_of_initialize() -> None:
     assert engine.plan.batch.micro_batch_size == 4 and [tuple(batch.shape) for batch in batches] == [(4, 8)] * 2
     assert all(bool((batch > 50).all()) for batch in batches) and scheduler.warmup_max_lr == 0.25
     engine.destroy()
+
+
+class Told(Dataset[Tensor]):
+    """Samples of their number, what the worker was told, and its process."""
+
+    told = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.tensor([i, Told.told, os.getpid()])
+
+
+def tell(worker: int) -> None:
+    Told.told = 7 + worker
+
+
+@distributed(world_size=1)
+def test_a_dataloader_keeps_its_order_and_its_workers() -> None:
+    def epochs(**options: Any) -> list[Tensor]:
+        """The samples of two epochs, [8, 3] each."""
+        data = DataLoader(Told(), batch_size=2, **options)
+        engine, _, loader, _ = slipstream.initialize(model=toy.Net(), config=toy.settings(0), training_data=data)
+        samples = [torch.cat(list(loader)) for _ in range(2)]
+        engine.destroy()
+        return samples
+
+    in_order = epochs(num_workers=2, worker_init_fn=tell, persistent_workers=True, timeout=20, prefetch_factor=3)
+    assert all(torch.equal(samples[:, 0], torch.arange(8)) for samples in in_order)
+    assert in_order[0][:, 1].tolist() == [7, 7, 8, 8] * 2
+    assert torch.equal(in_order[0][:, 2], in_order[1][:, 2]), "the same processes"
+    once, again, other = (
+        [samples[:, 0].tolist() for samples in epochs(shuffle=True, generator=torch.Generator().manual_seed(seed))]
+        for seed in (5, 5, 6)
+    )
+    assert once == again != other and once[0] != once[1] and sorted(once[0]) == list(range(8))
+    sampler: Any = RandomSampler(Told(), num_samples=4)
+    with pytest.raises(ValueError, match="sampler RandomSampler that draws with replacement or another number of samples"):
+        epochs(sampler=sampler)
 
 
 @distributed(world_size=1)

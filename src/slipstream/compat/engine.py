@@ -436,7 +436,7 @@ class DeepSpeedEngine(Engine):
                 f"deepspeed_io(batch_size={batch_size}): slipstream.elastic_batch gives ranks unequal batches; leave it out"
             )
         given = {"batch_size": batch_size, "num_workers": num_local_io_workers}
-        options = {name: value for name, value in given.items() if value is not None}
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         pin = pin_memory and self.device.type == "cuda"
         return build_loader(plan, dataset, self.mesh, self.device, collate_fn, pin_memory=pin, **options)
 

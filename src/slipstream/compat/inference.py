@@ -260,7 +260,7 @@ class InferenceEngine(nn.Module):
                 self._spoiled = str(error)
                 raise
         if self._config.kind == "int8":
-            with refused_together(axis.group):  # values of one rank's slices may not be finite
+            with refused_together("its slices of the model", axis.group):  # values of one rank's slices may not be finite
                 self.module = kernels.pack(module)
         return True
 

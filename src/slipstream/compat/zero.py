@@ -586,7 +586,7 @@ def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[st
     chosen = layers_with_rules(model, rules)
     weights: dict[str, Any] = {f"{name}.weight": model.get_submodule(name).weight for names, _ in chosen for name in names}
     groups = {name: weight.ds_process_group for name, weight in weights.items() if is_held(weight)}
-    with refused_together(next(iter(groups.values()))) if groups else nullcontext():
+    with refused_together("its model", next(iter(groups.values()))) if groups else nullcontext():
         refuse(model, {model.get_submodule(names[0]): names for names, _ in chosen}, groups.__contains__)
     for names, form in chosen:
         weight = model.get_submodule(names[0]).weight

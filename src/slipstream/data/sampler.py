@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -201,6 +201,7 @@ class CurriculumLoader:
     seed: int
     num_workers: int = 0
     pin_memory: bool = False
+    workers: Mapping[str, Any] = field(default_factory=dict)  # further options of torch's DataLoader
 
     def __post_init__(self) -> None:
         if not (hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")) or not len(self.dataset):
@@ -264,6 +265,7 @@ class CurriculumLoader:
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 generator=generator_of(self.seed, self._place.position, self._place.consumed, self.rank),
+                **self.workers,
             )
         )
 

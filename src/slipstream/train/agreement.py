@@ -57,20 +57,20 @@ def facts_of_model(model: nn.Module) -> Facts:
     return facts | {f"buffer {name!r}": _form(buffer) for name, buffer in model.named_buffers()}
 
 
-def fact_of_refusal(error: ValueError) -> Facts:
-    """The fact of a rank whose config is invalid: ranks with a valid config would wait for it forever."""
-    return {_REFUSAL: str(error)}
+def fact_of_refusal(error: ValueError, what: str = "its config") -> Facts:
+    """The fact of a rank on which `what` is invalid: ranks on which it is valid would wait for it forever."""
+    return {_REFUSAL: f"{what} ({error})"}
 
 
 @contextmanager
-def refused_together(group: Any = None) -> Iterator[None]:
+def refused_together(what: str, group: Any = None) -> Iterator[None]:
     """If the block, which has no collectives, raises ValueError on some ranks of a process group, all of them raise. Collective.
 
-    If it raises the same on all, each raises its own error."""
+    If it raises the same on all, each raises its own error. what: the error is about, of that rank"""
     try:
         yield
     except ValueError as error:
-        check_alike(fact_of_refusal(error), group)
+        check_alike(fact_of_refusal(error, what), group)
         raise
     check_alike({}, group)
 
@@ -86,9 +86,10 @@ def facts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def facts_of_data(loader: Any) -> Facts:
-    """The fact of a loader that deals a dataset's samples to the ranks: with other numbers of samples they would end apart."""
+    """The facts of a loader that deals a dataset's samples to the ranks: with other numbers of samples they would end apart, with
+    other seeds some samples would be dealt twice."""
     is_dealt = loader is not None and not getattr(loader, "iterable", False)
-    return {"training_data of": f"{len(loader.dataset)} samples"} if is_dealt else {}
+    return {"training_data of": f"{len(loader.dataset)} samples", "training_data's seed": str(loader.seed)} if is_dealt else {}
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 def check_alike(facts: Facts, group: Any = None, kind: Hashable = ()) -> None:
     """Raise the same ValueError on every rank of a process group if `difference` finds one. Collective over the group."""
     if why := difference(facts, group, kind):
-        remedy = "Use the same config, model, optimizer and versions on every rank"
+        remedy = "Use the same config, model, optimizer, data and versions on every rank"
         raise ValueError(f"the ranks of this engine differ: {why}. {remedy}")
 
 
@@ -140,11 +141,7 @@ def conflict(ranks: Iterable[T], by_rank: Sequence[Mapping[str, Any]]) -> tuple[
 
 def describe(ranks: Sequence[int], by_rank: Sequence[Facts]) -> str:
     """The differences of ranks from the most common value, or from the first rank's if none is most common."""
-    refusals = [
-        f"rank {rank} refuses its config ({facts[_REFUSAL]})"
-        for rank, facts in zip(ranks, by_rank, strict=True)
-        if _REFUSAL in facts
-    ]
+    refusals = [f"rank {rank} refuses {facts[_REFUSAL]}" for rank, facts in zip(ranks, by_rank, strict=True) if _REFUSAL in facts]
     if refusals:
         return "; ".join(refusals[:_MOST_SHOWN])
     differences = []

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -81,6 +81,7 @@ class StatefulLoader:
     pin_memory: bool = False
     shuffle: bool = True
     window: int | None = None
+    workers: Mapping[str, Any] = field(default_factory=dict)  # further options of torch's DataLoader
 
     def __post_init__(self) -> None:
         dataset, size, world = self.dataset, self.batch_size, self.world_size
@@ -88,7 +89,7 @@ class StatefulLoader:
             raise ValueError(f"training data: needs batch_size ({size}) >= 1 and 0 <= rank ({self.rank}) < world_size ({world})")
         self.iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         if self.iterable:
-            _check_iterable(dataset, self.num_workers)
+            _check_iterable(dataset, self.num_workers, self.workers)
             if self.position_is_own and self.global_batch_size % world:
                 raise ValueError(
                     f"training data: {world} ranks do not divide a global batch of {self.global_batch_size} samples "
@@ -101,6 +102,7 @@ class StatefulLoader:
         self._position = Position()  # of the newest iteration, which moves it
         self._resume = False  # the next iter() starts at _position
         self._loads = 0
+        self._kept: DataLoader[Any] | None = None  # with its workers
 
     @property
     def epoch(self) -> int:
@@ -175,9 +177,16 @@ class StatefulLoader:
             "num_workers": self.num_workers,
             "pin_memory": self.pin_memory,
             "generator": generator_of(self.seed, position.epoch, position.samples, self.rank),
+            **self.workers,
         }
         if not self.iterable:
-            return iter(DataLoader(self.dataset, batch_sampler=self._indices(position), **options))
+            batches = _RankBatches(self._indices(position), self.batch_size)
+            if (loader := self._kept) is None:
+                loader = DataLoader(self.dataset, batch_sampler=batches, **options)
+                self._kept = loader if loader.persistent_workers else None
+            else:
+                loader.batch_sampler.indices = batches.indices  # type: ignore[union-attr]
+            return iter(loader)
         positioned = resumed and self._dataset_keeps_position()
         if isinstance(self.dataset, SetsEpoch) and not positioned:
             self.dataset.set_epoch(position.epoch)
@@ -187,7 +196,7 @@ class StatefulLoader:
         own = DataLoader(self.dataset, batch_size=self.batch_size, drop_last=self.drop_last, **options)
         return itertools.islice(own, skip // self.global_batch_size, None)
 
-    def _indices(self, position: Position) -> _RankBatches:
+    def _indices(self, position: Position) -> Tensor:
         """This rank's samples of the epoch from `position` on ([Note: Dealing])."""
         start, count = position.samples, len(self.dataset)
         left = max(0, count - start)
@@ -198,7 +207,7 @@ class StatefulLoader:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + position.epoch))
         dealt = torch.arange(start, stop)
         own = dealt[(dealt - start) % self.global_batch_size % self.world_size == self.rank]
-        return _RankBatches(order[own % count], self.batch_size)
+        return order[own % count]
 
 
 class RepeatingLoader:
@@ -312,8 +321,13 @@ class _RankStream(IterableDataset[list[Any]]):
             yield [window[i % len(window)] for i in range(self.rank, stop, self.world_size)]
 
 
-def _check_iterable(dataset: Any, num_workers: int) -> None:
+def _check_iterable(dataset: Any, num_workers: int, workers: Mapping[str, Any]) -> None:
     kind = type(dataset).__name__
+    if workers.get("persistent_workers"):
+        raise ValueError(
+            f"training data: persistent_workers would keep the first epoch of the iterable {kind}; drop it, and each epoch starts "
+            "workers anew"
+        )
     if not hasattr(dataset, "__iter__"):
         raise ValueError(f"training data: {kind} has neither __getitem__ nor __iter__")
     if num_workers > 1 and not _is_sharded(dataset):

@@ -74,6 +74,7 @@ from slipstream.zero.reduction import ErrorFeedback
 from slipstream.zero.unit import Unit
 
 logger = logging.getLogger(__name__)
+_OF_WORKERS = ("timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order")
 
 
 def initialize(
@@ -99,7 +100,8 @@ def initialize(
     optimizer         a torch optimizer over the model's parameters, or a callable that makes one from parameters or groups;
                       default: the config's, or none (an engine for inference)
     model_parameters  parameters or parameter groups for the config's optimizer; default: all
-    training_data     a dataset, or a DataLoader of one, for a distributed loader with the config's micro-batch size
+    training_data     a dataset, for a distributed loader with the config's micro-batch size; or a DataLoader of one, of which
+                      that keeps the order (shuffled or not, the seed of its generator), collate_fn, drop_last and the workers
     lr_scheduler      a scheduler whose `step()` takes no arguments, or a callable that makes one from the optimizer; default:
                       the config's
     collate_fn        of the loader for `training_data`
@@ -124,7 +126,7 @@ def initialize(
     plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
     check_alike(facts_of_plan(plan, model, device), group)  # first what is exchanged: a rank that refuses its config waits here
     places = places_of(mpu)
-    with refused_together(group):  # weights that are not finite, for instance, may be on one rank only
+    with refused_together("its model", group):  # weights that are not finite, for instance, may be on one rank only
         connect_changes = change_model(model, plan)
     mesh = _mesh(plan, model, group, places)
     part = _part(model, mesh, is_users=places is not None)
@@ -134,7 +136,7 @@ def initialize(
     plan = _recomputing(plan, model)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     _log_config(plan, loaded, overrides, optimizer, mesh)
-    with refused_together(group):  # a host may lack a file of its data
+    with refused_together("its training data", group):  # a host may lack a file of them
         loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = _first_values(model, mesh, device)
@@ -321,27 +323,35 @@ def read_together(
 
 
 def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.device) -> Loader:
-    """Build the distributed loader; from a DataLoader it uses the dataset, collate_fn, drop_last and num_workers."""
-    drop_last, num_workers = plan.drop_last, 0
-    if isinstance(data, DataLoader):
-        known = isinstance(data.dataset, IterableDataset) or type(data.sampler) in (
-            RandomSampler,
-            SequentialSampler,
-            DistributedSampler,
+    """Build the distributed loader. Of a DataLoader it keeps the dataset, the order, collate_fn, drop_last and the workers."""
+    if not isinstance(data, DataLoader):
+        return build_loader(plan, data, mesh, device, collate_fn)
+    sampler = data.sampler
+    known = isinstance(data.dataset, IterableDataset) or type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
+    drawn = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None) is not None
+    fits = data.batch_size == plan.batch.micro_batch_size or (plan.batch.elastic and data.batch_size)  # which has sizes of its own
+    if drawn or not (fits and known):
+        raise ValueError(
+            f"training_data is a DataLoader with batch size {data.batch_size} and sampler {type(sampler).__name__}"
+            f"{' that draws with replacement or another number of samples' if drawn else ''}; initialize() would rebuild it with "
+            f"each sample once an epoch, in batches of {plan.batch.micro_batch_size}. Set train_micro_batch_size_per_gpu to its "
+            f'batch size (or "auto"); to keep a custom sampler, iterate over your DataLoader yourself instead of passing it'
         )
-        fits = plan.batch.elastic or data.batch_size == plan.batch.micro_batch_size  # elastic: the config has the sizes
-        if not (fits and known):
-            raise ValueError(
-                f"training_data is a DataLoader with batch size {data.batch_size} and sampler {type(data.sampler).__name__}; "
-                f"initialize() would rebuild it with shuffled batches of {plan.batch.micro_batch_size}. Set "
-                f'train_micro_batch_size_per_gpu to its batch size (or "auto"); to keep a custom sampler, iterate over your '
-                f"DataLoader yourself instead of passing it"
-            )
-        drop_last, num_workers = drop_last or data.drop_last, data.num_workers
-        data, collate_fn = data.dataset, collate_fn or data.collate_fn
-    return build_loader(
-        plan, data, mesh, device, collate_fn, drop_last=drop_last, **({"num_workers": num_workers} if num_workers else {})
-    )
+    options = _order_and_workers(data) | {"drop_last": plan.drop_last or data.drop_last}
+    return build_loader(plan, data.dataset, mesh, device, collate_fn or data.collate_fn, **options)
+
+
+def _order_and_workers(data: DataLoader[Any]) -> dict[str, Any]:
+    """What a loader of all ranks keeps of a DataLoader's, by the names of `build_loader`."""
+    sampler: Any = data.sampler
+    kept: dict[str, Any] = {"shuffle": isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False)}
+    generator = getattr(sampler, "generator", None) or data.generator
+    seed = (getattr(sampler, "seed", 0) or None) if generator is None else generator.initial_seed() % (1 << 62)
+    if seed is not None:
+        kept["seed"] = seed
+    if data.num_workers:
+        kept |= {"num_workers": data.num_workers, "workers": {name: getattr(data, name) for name in _OF_WORKERS}}
+    return kept
 
 
 def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:

@@ -18,9 +18,11 @@ _BY_TOKENS = "data_sampling.dynamic_batching"
 _KEY = f"data_efficiency.{_BY_TOKENS}"
 
 
-def build_loader(plan: Plan, dataset: Any, mesh: Mesh, device: torch.device, collate_fn: Any = None, **options: Any) -> Loader:
-    """The loader of this rank. options: `batch_size`, `drop_last` and `num_workers` in place of the plan's. Raises ValueError if
-    the dataset does not fit the plan."""
+def build_loader(
+    plan: Plan, dataset: Any, mesh: Mesh, device: torch.device, collate_fn: Any = None, shuffle: bool = True, **options: Any
+) -> Loader:
+    """The loader of this rank. shuffle: if the plan has no order. options: `batch_size`, `drop_last`, `num_workers` and `seed` in
+    place of the plan's, and `workers`. Raises ValueError if the dataset does not fit the plan."""
     efficiency = plan.efficiency
     common = {
         "batch_size": plan.batch.own(mesh.batch.index, mesh.batch.size),
@@ -42,7 +44,7 @@ def build_loader(plan: Plan, dataset: Any, mesh: Mesh, device: torch.device, col
     if isinstance(dataset, Microbatches):
         return StatefulLoader(dataset, **{**common, "collate_fn": dataset.collate, "shuffle": False})
     window = None if "batch_size" in options else plan.batch.per_pass
-    return StatefulLoader(dataset, **{**common, "seed": plan.seed}, window=window)
+    return StatefulLoader(dataset, **{**common, "seed": plan.seed, **options, "shuffle": shuffle}, window=window)
 
 
 def batches_by_tokens(
