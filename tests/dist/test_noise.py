@@ -54,6 +54,18 @@ def expected(world: int, micros: int) -> float:
     return float((small - big) / (1 / few - 1 / many) / ((many * big - few * small) / (many - few)))
 
 
+class Hiding(toy.Lm):
+    """Its output is an object in which no library looks for tensors."""
+
+    class Output:
+        __slots__ = ("loss",)
+
+    def forward(self, tokens: Tensor) -> Any:
+        output = self.Output()
+        output.loss = super().forward(tokens)
+        return output
+
+
 @distributed(world_size=2)
 def test_ranks_and_micro_batches_are_compared_with_their_mean() -> None:
     rank = dist.get_rank()
@@ -62,9 +74,10 @@ def test_ranks_and_micro_batches_are_compared_with_their_mean() -> None:
         (2, 3, "fp32", "divided losses"),
         (3, 2, "fp32", "engine.backward"),
         (1, 2, "fp16", "loss.backward"),
+        (2, 2, "fp32", "hidden outputs"),
     ):
         engine = toy.make(
-            toy.seeded(toy.Lm),
+            toy.seeded(Hiding if loop == "hidden outputs" else toy.Lm),
             stage,
             dtype=dtype,
             gradient_accumulation_steps=micros,
@@ -73,8 +86,8 @@ def test_ranks_and_micro_batches_are_compared_with_their_mean() -> None:
         )
         for micro in range(micros):
             loss = engine(toy.tokens(rank, 0, micro))
-            if loop == "loss.backward":
-                loss.backward()
+            if loop in ("loss.backward", "hidden outputs"):
+                (loss.loss if loop == "hidden outputs" else loss).backward()
             else:
                 divides = loop == "divided losses"
                 engine.backward(loss / micros if divides else loss, scale_wrt_gas=not divides)

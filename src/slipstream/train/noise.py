@@ -63,7 +63,9 @@ class Noise:
     def _add(self, grad: Tensor) -> None:
         values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
         self.squares.append(torch.linalg.vector_norm(values.float()).square())
-        self.passes.add(self.engine.states.hooks.passes)
+        hooks = self.engine.states.hooks
+        hooks.enter_backward()  # it may be the first hook that fires: of outputs that hide their tensors, none is hooked
+        self.passes.add(hooks.passes)
         self.factor = self.engine.window.share * self.engine.precision.loss_scale
 
     def _end(self, _: bool) -> None:

@@ -397,7 +397,8 @@ class Hooks:
         if self.refusal:
             raise RuntimeError(self.refusal)
 
-    def _enter_backward(self) -> None:
+    def enter_backward(self) -> None:
+        """Begin a backward, if this is the first hook that fires in it."""
         self._refuse_gradients()
         if self.phase is Phase.IDLE:
             self.phase = self.watch_phase(Phase.BACKWARD)
@@ -417,12 +418,12 @@ class Hooks:
             self.keep = True
 
     def _on_output_grad(self, grad: Tensor) -> None:
-        self._enter_backward()
+        self.enter_backward()
         for unit in self.root_units:
             unit.gather()
 
     def _on_block_grad(self, call: _Call, grad: Tensor) -> None:
-        self._enter_backward()
+        self.enter_backward()
         if call.entered != self.passes:
             call.entered = self.passes
             for unit in call.units:
@@ -444,7 +445,7 @@ class Hooks:
                 self._complete(unit, reduce=self.reducer.any_landed(unit))
 
     def _on_grad(self, unit: Unit, i: int) -> None:
-        self._enter_backward()
+        self.enter_backward()
         if self.landed is not None:
             self.landed.add((unit.index, i))
         self._take_gradient(unit, i)
