@@ -14,7 +14,7 @@ from slipstream.parallel import ring
 from slipstream.parallel.exchange import Exchange, connect_activations
 from slipstream.parallel.sequence import deal_heads, sequence_mean, ulysses_attention
 from slipstream.world.mesh import build_mesh
-from slipstream.world.watch import Watch
+from slipstream.world.watch import PeerError, Watch
 from tests import cases, toy
 from tests.pool import distributed
 
@@ -192,6 +192,27 @@ def test_shares_of_sequences_train_as_one_process(transport: str) -> None:
         for name, value in engine.state_dict().items():
             torch.testing.assert_close(value, model.state_dict()[name], atol=2e-5, rtol=1e-4)
         engine.destroy()
+
+
+@distributed(world_size=2)
+def test_shares_of_other_lengths_are_named() -> None:
+    """gloo would end the process: its messages do not tell their lengths."""
+    with connected("gloo") as exchange:
+        q = torch.randn(2, 4, 4 + 2 * exchange.index, 8)
+        with pytest.raises(PeerError, match=r"rank 0 is in .* shares of 2 x 4 tokens .* rank 1 is in .* shares of 2 x 6 tokens"):
+            ulysses_attention(attend, q, q, q, exchange)
+
+
+@distributed(world_size=2)
+def test_counts_of_tokens_are_exact() -> None:
+    """bf16 has no 257: each of 514 tokens has its share of the mean."""
+    with connected("shared") as exchange:
+        total = torch.tensor(514.0, dtype=torch.bfloat16, requires_grad=True)
+        mean = sequence_mean(total, torch.tensor(257), exchange)
+        mean.backward()
+        assert mean.dtype == torch.bfloat16 and torch.equal(total.grad, torch.tensor(2 / 514, dtype=torch.bfloat16))
+        mean = sequence_mean(total.detach(), torch.tensor(257), exchange, 1024)
+        assert mean.item() == 1.0, "by another number"
 
 
 def test_heads_are_dealt_evenly() -> None:

@@ -165,6 +165,11 @@ class Exchange(ABC):
         ones = [1] * self.size
         return self._start_all_to_all(torch.tensor(send, device=self.device), ones, ones).wait().tolist()
 
+    def agree(self, what: str) -> None:  # noqa: B027
+        """All ranks are about to do `what`. A transport whose messages do not tell compares it, if it did not follow before.
+
+        Raises PeerError if it differs."""
+
     def lengths(self, x: Tensor, dim: int) -> list[int]:
         """The lengths of all ranks' `x` along `dim`; on the meta device, all are taken to be this rank's."""
         return [x.shape[dim]] * self.size if without_values(x) else self.counts([x.shape[dim]] * self.size)
@@ -363,8 +368,8 @@ class SharedExchange(Exchange):
                 if length != len(target):
                     raise PeerError(
                         f"{operation} over {self.axis.name}: rank {self.axis.ranks[rank]} sends {length} bytes to rank "
-                        f"{self.axis.ranks[self.index]}, which expects {len(target)}: ranks have called the model, or the "
-                        "operation, unequally often"
+                        f"{self.axis.ranks[self.index]}, which expects {len(target)}: ranks have inputs of different sizes, or "
+                        "have called the model, or the operation, unequally often"
                     )
                 low, high = max(first, start), min(first + length, start + self.piece)
                 if low < high:
@@ -394,6 +399,10 @@ class GroupExchange(Exchange):
     def close(self) -> None:
         self.comm.close()
 
+    @eager
+    def agree(self, what: str) -> None:
+        self.comm.agree(what)
+
     def _sum(self, flat: Tensor) -> Pending[Tensor]:
         if not self.sums_here:
             out = flat.clone()
@@ -410,6 +419,7 @@ class GroupExchange(Exchange):
         if not self.sums_here and len(set(numels)) == 1:
             out = flat.new_empty(own)
             return _of_work(dist.reduce_scatter_tensor(out, flat, group=self.group, async_op=True), out)
+        self.agree(f"reduce-scatter of {flat.nbytes:,} bytes")
         return self._added(self._start_all_to_all(flat, numels, [own] * self.size), own)
 
     def _added(self, moving: Pending[Tensor], numel: int) -> Pending[Tensor]:

@@ -74,6 +74,7 @@ def ulysses_attention(
     if axis.size == 1:
         return attend(query, key, value)
     b, _, s, d = query.shape
+    exchange.agree(f"attention over shares of {b} x {s} tokens")
     dealt = deal_heads(query.shape[1], key.shape[1], axis.size, groups)
     parts = [
         torch.cat([query[:, h.queries.start : h.queries.stop], key[:, h.keys], value[:, h.keys]], 1).reshape(-1, d) for h in dealt
@@ -90,15 +91,16 @@ def ulysses_attention(
     return torch.cat([part.view(b, -1, s, d) for part in back.split(receive)], 1)
 
 
-def sequence_mean(total: Tensor, count: Tensor, exchange: Exchange) -> Tensor:
-    """Return the mean loss over all tokens of the whole sequence, the same on each rank.
+def sequence_mean(total: Tensor, count: Tensor, exchange: Exchange, divisor: Tensor | int | None = None) -> Tensor:
+    """Return the mean loss over all tokens of the whole sequence, the same on each rank, in the dtype of `total`.
 
-    total  the sum of this rank's token losses; 0 times the output on a rank without counted tokens, so that it joins the backward
-    count  the number of this rank's counted tokens
+    total    the sum of this rank's token losses; 0 times the output on a rank without counted tokens, so that it joins the backward
+    count    the number of this rank's counted tokens
+    divisor  of the sum of all ranks' losses, in place of the number of their counted tokens
 
     The engine averages gradients over data and sequence ranks, while this mean adds over sequence ranks, so that the backward
     multiplies by P. With no counted token at all, the loss is 0.
     """
-    both = exchange.sum(torch.stack([total.detach(), count.to(total)]))
-    tokens = both[1].clamp(min=1)
-    return dual(total, lambda _: both[0] / tokens, lambda grad: grad * (exchange.axis.size / tokens))
+    both = exchange.sum(torch.stack([total.detach().double(), count.double()]))  # fp64: a count above 256 is none in bf16
+    tokens = both[1].clamp(min=1) if divisor is None else divisor
+    return dual(total, lambda x: (both[0] / tokens).to(x), lambda grad: (grad * (exchange.axis.size / tokens)).to(grad))

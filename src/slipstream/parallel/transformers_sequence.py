@@ -326,9 +326,7 @@ class _Loss:
         else:
             losses = vocab_parallel_cross_entropy(logits, targets, self.slices.exchange).sum()
         count = (targets != -100).sum()
-        total = kwargs.get("num_items_in_batch")
-        mean = sequence_mean(losses, count, self.holder.exchange)
-        return mean if total is None else mean * self.holder.exchange.sum(count.float().reshape(1))[0] / total
+        return sequence_mean(losses, count, self.holder.exchange, kwargs.get("num_items_in_batch"))
 
 
 class SequenceShares:

@@ -225,8 +225,9 @@ class StatusMonitor:
             return
         if all(seen.is_still(now, watch.standstill_s) for seen in self.seen.values()) and not self._can_move(statuses):
             text = (
-                "all ranks wait for each other in operations that can never match (they took different numbers of "
-                "forwards, backwards or steps, or called collective methods on some ranks only):\n" + self._table(statuses)
+                "all ranks wait for each other in operations that can never match (they had inputs of different sizes, "
+                "took different numbers of forwards, backwards or steps, or called collective methods on some ranks only):\n"
+                + self._table(statuses)
             )
             self.store.compare_set("failure", "", json.dumps((time.time() + _NOTICE * watch.beat_s, False, text)))
 

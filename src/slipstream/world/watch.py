@@ -66,18 +66,19 @@ class Ledger:
     group: Any
     launched: int = 0
     in_flight: dict[int, str] = field(default_factory=dict)  # number -> operation
+    details: dict[int, str] = field(default_factory=dict)  # of these, for the table of a hang: what differs between ranks, perhaps
     record: OperationLog | None = None  # of a log that the user has asked for
 
-    def launch(self, operation: str, nbytes: int = 0, sent: int = 0) -> int:
+    def launch(self, operation: str, nbytes: int = 0, sent: int = 0, detail: str = "") -> int:
         """nbytes: of the whole buffer; sent: of those, what leaves this rank."""
         self.launched += 1
-        self.in_flight[self.launched] = operation
+        self.in_flight[self.launched], self.details[self.launched] = operation, detail
         if self.record is not None:
             self.record.launch(self, self.launched, operation, nbytes, sent)
         return self.launched
 
     def finish(self, number: int) -> None:
-        del self.in_flight[number]
+        del self.in_flight[number], self.details[number]
         if self.record is not None:
             self.record.finish(self, number)
 
@@ -134,9 +135,9 @@ class Watch:
     # -- called by the training thread --
 
     @contextmanager
-    def waiting(self, operation: str, awaits: tuple[str, int] | None = None) -> Iterator[None]:
+    def waiting(self, operation: str, awaits: tuple[str, int] | None = None, detail: str = "") -> Iterator[None]:
         """Mark this rank as blocked in `operation`."""
-        self.wait_for, self.awaits, self.waits = operation, awaits, self.waits + 1
+        self.wait_for, self.awaits, self.waits = operation + detail, awaits, self.waits + 1
         start = time.perf_counter()
         try:
             with ExitStack() as stack:

@@ -221,7 +221,8 @@ class ProcessGroupComm(Comm):
     [Note: Ranks that lose each other] gloo matches any two all-gathers: silently if their sizes agree, else the process ends.
     So an operation is launched directly only if it followed the same operations before. Any other is first compared across
     ranks, by an all-reduce, which this class uses for nothing else. A rank that diverges therefore waits in a comparison that
-    the other ranks have not entered: a standstill, which the watch detects.
+    the other ranks have not entered: a standstill, which the watch detects. Of operations whose sizes may differ between ranks
+    (all-to-all), callers say before what all ranks have in common (`agree`).
 
     [Note: gloo for another device] gloo communicates host memory. With several ranks on one GPU, tensors are copied to the host
     before an operation and back after it.
@@ -236,6 +237,7 @@ class ProcessGroupComm(Comm):
         self.course = 0  # checksum of all operations since the last exchange or the beginning of the step
         self.course_step = 0
         self.known: dict[int, int] = {}  # course -> the operation that followed on all ranks
+        self.agreed = ""  # what the operations without a size are for
         watch.ledgers.append(self.ledger)
         _allow(watch.timeout_s, group)
 
@@ -245,37 +247,46 @@ class ProcessGroupComm(Comm):
 
         nbytes: equal on all ranks, of the whole buffer. sent: what leaves this rank; None: the part of the other ranks
         """
+        detail = f" of {nbytes:,} bytes" if nbytes else self.agreed
         if self.on_host:
-            if self.course_step != self.watch.step:
-                self.course, self.course_step = 1, self.watch.step  # another one than after an exchange
             # Blocks of one shape: gathers of different ones would match. (A sum may come from different stages of a pipeline.)
-            unit = self.watch.unit if operation == "all-gather" else ""
-            checksum = zlib.crc32(f"{operation} {nbytes} {unit}".encode())
-            if self.known.get(self.course) != checksum:
-                self._compare(-1, checksum, torch.empty(0), f"agreement on {operation}")
-                if self.course in self.known or len(self.known) < _MOST_KNOWN:
-                    self.known[self.course] = checksum
-            self.course = zlib.crc32(checksum.to_bytes(4, "little"), self.course)
-        return self.ledger.launch(operation, nbytes, nbytes * (self.size - 1) // self.size if sent is None else sent)
+            self._agree(operation, detail, self.watch.unit if operation == "all-gather" else "")
+        return self.ledger.launch(operation, nbytes, nbytes * (self.size - 1) // self.size if sent is None else sent, detail)
 
-    def _compare(self, count: int, checksum: int, values: Tensor, operation: str) -> Tensor:
+    def agree(self, what: str) -> None:
+        """Compare what all ranks are about to do, if it is not what followed before. Raises PeerError. Nothing on NCCL."""
+        self.agreed = f" for {what}"
+        if self.on_host:
+            self._agree(what)
+
+    def _agree(self, operation: str, detail: str = "", unit: str = "") -> None:
+        if self.course_step != self.watch.step:
+            self.course, self.course_step = 1, self.watch.step  # another one than after an exchange
+        checksum = zlib.crc32(f"{operation}{detail} {unit}".encode())
+        if self.known.get(self.course) != checksum:
+            self._compare(-1, checksum, torch.empty(0), f"agreement on {operation}", detail)
+            if self.course in self.known or len(self.known) < _MOST_KNOWN:
+                self.known[self.course] = checksum
+        self.course = zlib.crc32(checksum.to_bytes(4, "little"), self.course)
+
+    def _compare(self, count: int, checksum: int, values: Tensor, operation: str, detail: str = "") -> Tensor:
         """All-gather `values` as rows, by a sum with zeros, which is exact. Raises PeerError if `count` or `checksum` differ."""
         rows = torch.zeros(self.size, _ROW, dtype=torch.float64)
         rows[self.index, 0], rows[self.index, 1] = count, checksum
         rows[self.index, _HEAD : _HEAD + values.numel()] = values
         if not self.on_host:
             rows = rows.to(self.device)
-        number = self.ledger.launch(operation, rows.nbytes, 2 * rows.nbytes * (self.size - 1) // self.size)
+        number = self.ledger.launch(operation, rows.nbytes, 2 * rows.nbytes * (self.size - 1) // self.size, detail)
         self._finish(dist.all_reduce(rows, group=self.group, async_op=True), operation, number)
         rows = rows.cpu()
         if not torch.equal(rows[:, :_HEAD], rows[:1, :_HEAD].expand(self.size, _HEAD)):
-            agrees = (rows[:, :_HEAD] == rows[self.index, :_HEAD]).all(dim=1).tolist()
-            agreeing = [rank for rank, agree in zip(self.axis.ranks, agrees, strict=True) if agree]
-            others = [rank for rank, agree in zip(self.axis.ranks, agrees, strict=True) if not agree]
+            doing: list[Any] = [None] * self.size
+            place = f"step {self.watch.step}, {self.watch.phase}, unit {self.watch.unit or '-'}"
+            dist.all_gather_object(doing, f"{operation}{detail} ({place})", group=self.group)
+            each = "; ".join(f"rank {rank} is in {what}" for rank, what in zip(self.axis.ranks, doing, strict=True))
             raise PeerError(
-                f"ranks took different branches in the model, ran different numbers of micro-batches, or called different "
-                f"methods of the engine: ranks {agreeing} are in {operation} (step {self.watch.step}, {self.watch.phase}, unit "
-                f"{self.watch.unit or '-'}), ranks {others} are in another operation. Without shared memory, every rank "
+                "ranks took different branches in the model, had inputs of different sizes, ran different numbers of "
+                f"micro-batches, or called different methods of the engine: {each}. Without shared memory, every rank "
                 "must run the same modules in the same order and call the same collective methods. A module that runs others by "
                 "choice is gathered as a whole, and its choice is free, after deepspeed.utils.set_z3_leaf_module(module, True)"
             )
@@ -287,7 +298,7 @@ class ProcessGroupComm(Comm):
             self.ledger.finish(number)
             return
         since = time.monotonic()
-        with self.watch.waiting(operation, (self.ledger.name, number)):
+        with self.watch.waiting(operation, (self.ledger.name, number), self.ledger.details[number]):
             while True:
                 try:
                     work.wait(_SLICE)
