@@ -121,10 +121,13 @@ class Autosave:
             raise Preempted(brief.AGAIN)
 
     def _save_others(self) -> None:
-        """Save the other engines of this process. Collective over the ranks of this engine, which have the same others."""
-        for each in dict.fromkeys(each for handler in self._handlers for each in handler.engines):
-            engine = each.engine()
-            if each is self or engine is None or each.plan.folder is None or not set(each._world.ranks) <= set(self._world.ranks):
+        """Save the other engines of this process, the last of each folder. Collective over this one's ranks."""
+        listed = [each for handler in self._handlers for each in handler.engines]
+        last = {each.plan.folder: i for i, each in enumerate(listed)}  # one that was abandoned must not lie over its successor
+        own = {i for folder, i in last.items() if listed[i].engine() is not None and folder != self.plan.folder}
+        for i in sorted(set.intersection(*gather_objects(own, self._world))):  # what garbage is still alive differs between ranks
+            each, engine = listed[i], listed[i].engine()
+            if engine is None or each.plan.folder is None or not set(each._world.ranks) <= set(self._world.ranks):
                 continue
             try:
                 engine.gate.check("save_checkpoint")
@@ -184,7 +187,7 @@ class _Handler:
 
     @staticmethod
     def join(engine: Autosave, number: int) -> _Handler:
-        now: Any = signal.getsignal(number)
+        now = signal.getsignal(number)
         handler = now if isinstance(now, _Handler) else _Handler(number)
         handler.engines.append(engine)
         return handler
@@ -203,7 +206,8 @@ class _Handler:
 
     def leave(self, engine: Autosave) -> None:
         self.engines.remove(engine)
-        if not self.engines and signal.getsignal(self.number) is self:
+        now: Any = signal.getsignal(self.number)
+        if not self.engines and now is self:
             signal.signal(self.number, self.before)
 
 
