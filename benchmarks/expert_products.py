@@ -21,7 +21,8 @@ Products = tuple[str, Callable[[], object], Callable[[], object]]  # ours and to
 def run(options: Options) -> str:
     torch.set_num_threads(1)
     rows, count = [], options.num_rounds(9)
-    is_onednn = matmul.use(True)
+    matmul.use(True)
+    others = f" ({matmul.listed()})" if matmul.listed() else ""
     for dtype in (torch.float32, torch.bfloat16):
         for per in PER_EXPERT[: 2 if options.quick else None]:
             for name, ours, torchs in products(dtype, per):
@@ -41,7 +42,7 @@ def run(options: Options) -> str:
     return "\n\n".join(
         (
             f"Experts of {FEATURES} x {SIZE}, {ROWS:,} rows (or 64 experts), one thread; GFLOP/s by the median of {count} turns. "
-            f"torch: a product for each expert into its rows{' (fp32 by oneDNN)' if is_onednn else ''}.",
+            f"torch: a product for each expert into its rows{others}.",
             table(["dtype", "rows of an expert", "product", "ours", "torch", "torch's time over ours"], rows),
         )
     )

@@ -861,7 +861,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.checkpoint.memory_every_steps": st.integers(0, 2),
     "slipstream.broadcast_buffers": flags,
     "slipstream.fused_layers": flags,
-    "slipstream.products": st.sampled_from(["onednn", "torch"]),
+    "slipstream.products": st.sampled_from(["fastest", "torch"]),
     "slipstream.noise_scale_every": st.integers(0, 9),
     "slipstream.elastic_batch": flags,
     "slipstream.adaptive_batch.max_batch_size": st.none() | st.integers(1, 99),

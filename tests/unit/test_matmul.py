@@ -1,7 +1,9 @@
-"""fp32 products by oneDNN: the same numbers, forward and backward, for every stride, and torch's own again afterwards."""
+"""fp32 products by oneDNN, those of 16 bits by fp32: the same numbers for every stride, and torch's own again afterwards."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,24 +15,41 @@ import slipstream
 from slipstream.ops import matmul
 
 
-@pytest.fixture
-def by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """On any processor; the products that oneDNN computed, each with its rows, columns, and terms of a sum."""
+@contextlib.contextmanager
+def computed(ways: dict[torch.dtype, matmul.Way]) -> Iterator[list[tuple[int, ...]]]:
+    """On any processor; the products that are computed in those ways, each with its rows, columns, and terms of a sum."""
     calls: list[tuple[int, ...]] = []
-    times = matmul._times
 
-    def seen(a: Tensor, b: Tensor, *bias: Tensor) -> Any:
-        calls.append((len(a), b.shape[1], b.shape[0]))
-        return times(a, b, *bias)
+    def counted(way: matmul.Way) -> matmul.Way:
+        def times(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+            calls.append((len(a), b.shape[1], b.shape[0]))
+            return way.times(a, b, bias)
 
-    monkeypatch.setattr(matmul, "_times", seen)
-    monkeypatch.setattr(matmul, "gains", lambda: True)
+        return way._replace(times=times)
+
     was = matmul.use(False)
-    assert matmul.use(True)
-    yield calls
-    monkeypatch.undo()
-    matmul.use(False)
-    matmul.use(was or matmul.gains())
+    with pytest.MonkeyPatch.context() as patch:
+        seen = {dtype: counted(way) for dtype, way in ways.items()}
+        patch.setattr(matmul, "ways", lambda: seen)
+        assert matmul.use(True)
+        yield calls
+        matmul.use(False)
+    matmul.use(was)
+
+
+@pytest.fixture
+def by_onednn() -> Iterator[list[tuple[int, ...]]]:
+    with computed({torch.float32: matmul.Way("oneDNN", 8, matmul._by_onednn)}) as calls:
+        yield calls
+
+
+@pytest.fixture
+def by_fp32(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """In pieces of 96 rows and columns."""
+    monkeypatch.setattr(matmul, "_PIECE", 96)
+    way = matmul.Way("fp32", 8, matmul._by_fp32)
+    with computed({torch.bfloat16: way, torch.float16: way}) as calls:
+        yield calls
 
 
 @pytest.mark.parametrize("left", ["rows", "columns", "gaps", "repeated"])
@@ -124,6 +143,57 @@ def test_what_torch_keeps(by_onednn: list[tuple[int, ...]]) -> None:
     assert not by_onednn
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("right", ["rows", "columns", "gaps"])
+def test_16_bits_are_rounded_once(by_fp32: list[tuple[int, ...]], dtype: torch.dtype, right: str) -> None:
+    """Exact sums of exact products, rounded to the dtype: in pieces, with gaps between rows, with a bias, into an output."""
+    a, bias = torch.randint(-8, 9, (200, 130)).to(dtype), torch.randint(-8, 9, (250,)).to(dtype)
+    other = torch.randint(-8, 9, (130, 260)).to(dtype)[:, :250]
+    b = {"rows": other.contiguous(), "columns": other.t().contiguous().t(), "gaps": other}[right]
+    exact = a.double() @ b.double()
+    assert torch.equal(a @ b, exact.to(dtype)) and torch.equal(torch.addmm(bias, a, b), (exact + bias).to(dtype))
+    wider = torch.zeros(200, 500, dtype=dtype)
+    assert torch.equal(torch.mm(a, b, out=wider[:, ::2]), exact.to(dtype)) and not wider[:, 1::2].any()
+    assert torch.equal(torch.addmm(bias, a, b, out=wider[:, ::2]), (exact + bias).to(dtype)) and not wider[:, 1::2].any()
+    assert by_fp32 == 4 * [(200, 250, 130)]
+    few = a[:7]
+    assert torch.equal(few @ b, exact[:7].to(dtype)) and torch.equal(a.float() @ b.float(), exact.float()) and len(by_fp32) == 4
+
+
+def test_a_step_in_16_bits(by_fp32: list[tuple[int, ...]]) -> None:
+    """Of a layer whose numbers, sums and gradients bf16 has."""
+    layer, x = nn.Linear(128, 256).bfloat16(), torch.randint(-1, 2, (4, 32, 128)).bfloat16().requires_grad_()
+    with torch.no_grad():
+        for each in layer.parameters():
+            each.copy_(torch.randint(-1, 2, each.shape))
+    twin, y = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+    grad = torch.randint(-1, 2, (4, 32, 256))
+    layer(x).backward(grad.bfloat16())
+    twin(y).backward(grad.double())
+    assert sorted(by_fp32) == sorted([(128, 256, 128), (128, 128, 256), (256, 128, 128)])
+    for ours, exact in ((x, y), (layer.weight, twin.weight), (layer.bias, twin.bias)):
+        assert torch.equal(ours.grad, exact.grad.bfloat16())  # type: ignore[union-attr,arg-type]
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "expected"),
+    [
+        ("GenuineIntel", "avx2", {"bfloat16": 8, "float16": 8}),
+        ("GenuineIntel", "avx2 avx512f", {"bfloat16": 8, "float16": 8}),
+        ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16", {"bfloat16": 64}),
+        ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16 amx_bf16", {}),
+        ("AuthenticAMD", "avx2", {"bfloat16": 8, "float16": 8}),
+        ("AuthenticAMD", "avx512f avx512_bf16", {"float16": 8}),
+        ("GenuineIntel", "", {}),  # another machine
+    ],
+)
+def test_processors(monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, expected: dict[str, int]) -> None:
+    monkeypatch.setattr(matmul, "_processor", lambda: (vendor, frozenset(flags.split())))
+    found = {str(dtype).removeprefix("torch."): way.rows for dtype, way in matmul.ways.__wrapped__().items()}
+    wide = vendor != "GenuineIntel" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    assert found == expected | ({"float32": 8} if wide else {})
+
+
 def test_undone_it_is_torchs_own(by_onednn: list[tuple[int, ...]]) -> None:
     matmul.use(False)
     big = torch.randn(300, 300)
@@ -136,8 +206,8 @@ def test_undone_it_is_torchs_own(by_onednn: list[tuple[int, ...]]) -> None:
 
 def test_the_config_chooses_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[bool] = []
-    monkeypatch.setattr(matmul, "use", lambda onednn: chosen.append(onednn) or onednn)
+    monkeypatch.setattr(matmul, "use", lambda faster: chosen.append(faster) or faster)
     config: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    for own in ({}, {"products": "torch"}, {"products": "onednn"}):
+    for own in ({}, {"products": "torch"}, {"products": "fastest"}):
         slipstream.initialize(model=nn.Linear(2, 2), config=config | {"slipstream": own})[0].destroy()
     assert chosen == [True, False, True]

@@ -372,10 +372,10 @@ class Slipstream(Block):
     )
     keep_checkpoints: Count | None = honored(None, "Number of newest checkpoints to keep in a directory; not set: all.")
     fused_layers: bool = honored(False, "Fuse the steps between products in layers of BERT's and Llama's families (transformers).")
-    products: Word[Literal["onednn", "torch"]] = honored(
-        "onednn",
-        "fp32 products on CPUs; `onednn`: for all of the process, where torch's matrix library leaves the processor's widest "
-        "vectors unused (AVX-512 of others than Intel); `torch`: always as torch computes them.",
+    products: Word[Literal["fastest", "torch"]] = honored(
+        "fastest",
+        "Products on CPUs; `fastest`: for all of the process, fp32 by oneDNN where torch's matrix library leaves the processor's "
+        "widest vectors unused, bf16 and fp16 by fp32 where torch multiplies them more slowly; `torch`: as torch computes them.",
     )
     checkpoint: AutomaticCheckpoints = AutomaticCheckpoints()
     monitors: observing.OwnMonitors = observing.OwnMonitors()

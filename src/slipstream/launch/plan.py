@@ -347,7 +347,7 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     rates = profile = None
     if profile_of is not None:
         profile = profile_of(plan.activations.way == "recompute", plan.batch.micro_batch_size)
-        matmul.use(plan.products == "onednn")  # the rate to be measured is that of the engine's products
+        matmul.use(plan.products == "fastest")  # the rate to be measured is that of the engine's products
         rates = calibrate.rates(profile.dtype, device, folder, rates_of(options.rate))
     counted = predict.count(parts, explain.setting_of(plan, options.world, device))
     forecast = explain.Forecast(counted=counted, profile=profile, rates=rates)

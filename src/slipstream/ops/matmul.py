@@ -1,7 +1,10 @@
-"""fp32 products of torch on CPUs by oneDNN, where the matrix library that torch calls does not use the processor's widest vectors.
+"""Products of torch on CPUs, another way where that is faster: fp32 by oneDNN, bf16 and fp16 by fp32.
 
-MKL computes with AVX2 on processors that are not Intel's. On an EPYC with AVX-512 (family 26) that is 118 GFLOP/s, of 287 that
-a core can do; oneDNN, which is a part of torch too, reaches 230 to 270.
+MKL computes fp32 with AVX2 on processors that are not Intel's. On an EPYC with AVX-512 (family 26) that is 118 GFLOP/s, of 287
+that a core can do; oneDNN, which is a part of torch too, reaches 230 to 270.
+
+Products of 16 bits are fast where the processor has them: AMX, AVX512-BF16 on AMD, AVX512-FP16. Elsewhere torch multiplies them at
+0.01 to 0.6 of the rate of fp32, in which the same products are exact (docs/FUSED_LAYERS.md has a table).
 
 [Note: One process, one product] torch's own `mm` and `addmm` are overridden, for the whole process: a product of a forward, of a
 backward, of a waiting gradient and of a plain loop beside have the same bits. Replaced layers would differ from all others.
@@ -13,8 +16,9 @@ import functools
 import logging
 import platform
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,38 +28,56 @@ logger = logging.getLogger(__name__)
 _LEAST = 1 << 21  # multiplications: smaller products gain less than the call costs
 _MOST_PAD = 64  # rows
 _LARGE = 1 << 29  # multiplications: padding them costs as much as a new kernel
-_ROWS = 8  # of either matrix; for fewer, MKL reads the other at the rate of memory
+_PIECE = 2048  # rows and columns of a matrix of 16 bits that are widened at once: that of a vocabulary would double its memory
 _Keys = Any  # torch's set of dispatch keys, which is passed on
 _own: dict[str, Any] = {}  # torch's kernels
 _installed: list[torch.library.Library] = []
 
 
+class Way(NamedTuple):
+    """How products of one dtype are computed."""
+
+    name: str
+    rows: int  # of either matrix, at least: for fewer, torch reads the other at the rate of memory
+    times: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
 @functools.cache
-def gains() -> bool:
-    """Whether oneDNN's fp32 products are faster than those of torch's matrix library on this processor, and torch can call them."""
-    has_calls = hasattr(torch.library, "get_kernel") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def ways() -> Mapping[torch.dtype, Way]:
+    """The dtypes whose products are faster another way than torch's on this processor."""
+    vendor, has = _processor()
+    found = dict[torch.dtype, Way]()
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return has_calls and wide and torch.backends.mkl.is_available() and _vendor() != "GenuineIntel"
+    if wide and torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise") and vendor != "GenuineIntel":
+        found[torch.float32] = Way("oneDNN", 8, _by_onednn)
+    if has and not has & {"amx_bf16", "avx512_bf16"}:
+        found[torch.bfloat16] = Way("fp32", 8, _by_fp32)
+    elif vendor == "GenuineIntel" and has and "amx_bf16" not in has:
+        found[torch.bfloat16] = Way("fp32", 64, _by_fp32)
+    if has and not has & {"amx_fp16", "avx512_fp16"}:
+        found[torch.float16] = Way("fp32", 8, _by_fp32)
+    return found
 
 
-def _vendor() -> str:
-    """The processor's vendor as Linux names it; Intel's where it is not known, so that MKL's choice is kept."""
+@functools.cache
+def _processor() -> tuple[str, frozenset[str]]:
+    """The vendor and the instructions of an x86 processor as Linux names them; Intel and none where they are not known."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if platform.machine() == "x86_64" and file.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "GenuineIntel")
+    known = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    return known.get("vendor_id", "GenuineIntel"), frozenset(known.get("flags", "").split())
 
 
-def use(onednn: bool) -> bool:
-    """Let torch compute large fp32 products on CPUs by oneDNN, or by its own choice again; True if oneDNN computes them now.
+def use(faster: bool) -> bool:
+    """Let torch compute large products on CPUs in the fastest of the `ways`, or by its own choice again; True if it has others now.
 
-    For the whole process. Without effect where oneDNN does not gain (`gains`).
+    For the whole process. Without effect where torch's own choice is the fastest.
     """
-    if not onednn:
+    if not faster:
         for library in _installed:
             library._destroy()
         _installed.clear()
-    elif not _installed and gains():
-        logger.info("torch's fp32 products on this CPU are computed by oneDNN; slipstream.products: torch leaves them as they are")
+    elif not _installed and ways():
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch names the kernel that is replaced
@@ -63,23 +85,24 @@ def use(onednn: bool) -> bool:
                 _own[name] = torch.library.get_kernel(f"aten::{name}", "CPU")  # before it is overridden
                 library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
         _installed.append(library)
+        logger.info("products on this CPU: %s; slipstream.products: torch leaves them as they are", listed())
     return bool(_installed)
 
 
-def _fits(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN computes the product, and faster."""
-    if a.dim() != 2 or b.dim() != 2:  # torch's error
-        return False
+def listed() -> str:
+    """The products that are not torch's own now, as "bfloat16 by fp32"; empty if there are none."""
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} by {way.name}" for dtype, way in ways().items() if _installed)
+
+
+def _times(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """The product and its bias in another way than torch's, or None where torch's is as fast, or has an error to raise."""
+    way = ways().get(a.dtype)
+    if way is None or a.dim() != 2 or b.dim() != 2:
+        return None
     (m, k), n = a.shape, b.shape[1]
-    return (
-        m * n * k >= _LEAST
-        and min(m, n) >= _ROWS
-        and a.dtype is torch.float32
-        and b.dtype is torch.float32
-        and k == b.shape[0]
-        and _is_dense(a)
-        and _is_dense(b)
-    )
+    if m * n * k < _LEAST or min(m, n) < way.rows or b.dtype is not a.dtype or k != b.shape[0]:
+        return None
+    return way.times(a, b, bias) if _is_dense(a) and _is_dense(b) else None
 
 
 def _is_dense(a: Tensor) -> bool:
@@ -88,7 +111,7 @@ def _is_dense(a: Tensor) -> bool:
     return (right == 1 and down >= columns) or (down == 1 and right >= rows)
 
 
-def _times(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """[Note: New shapes] oneDNN compiles a kernel for each shape, in 0.75 ms, and keeps 1,024. Rows of experts, and of texts of any
     length, are others in each step, so they are padded with zeros to one of few numbers, by an eighth at most: eight numbers from a
     power of 2 to the next, and multiples of 64 from 512. They are the rows of `a`, or the terms of the sums if `a` is the transpose
@@ -116,37 +139,47 @@ def _linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return product
 
 
+def _by_fp32(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """The numbers are exact in fp32, so are their products; the sums are rounded once, as in torch's."""
+    out, wide_bias = a.new_empty(len(a), b.shape[1]), None if bias is None else bias.float()
+    for rows in (slice(i, i + _PIECE) for i in range(0, len(a), _PIECE)):
+        left = a[rows].float()
+        for columns in (slice(i, i + _PIECE) for i in range(0, b.shape[1], _PIECE)):
+            right = b[:, columns].float()
+            out[rows, columns] = left @ right if wide_bias is None else torch.addmm(wide_bias[columns], left, right)
+    return out
+
+
 def _mm(keys: _Keys, a: Tensor, b: Tensor) -> Any:
-    if _fits(a, b):
-        return _times(a, b)
-    return _own["mm"].call_boxed(keys, a, b)
+    product = _times(a, b)
+    return _own["mm"].call_boxed(keys, a, b) if product is None else product
 
 
 def _mm_into(keys: _Keys, a: Tensor, b: Tensor, *, out: Tensor) -> Any:
-    if _fits(a, b) and _takes(out, a, b):
-        return out.copy_(_times(a, b))
-    return _own["mm.out"].call_boxed(keys, a, b, out=out)
+    product = _times(a, b) if _takes(out, a, b) else None
+    return _own["mm.out"].call_boxed(keys, a, b, out=out) if product is None else out.copy_(product)
 
 
 def _takes(out: Tensor, a: Tensor, b: Tensor) -> bool:
     """Whether an output is filled as it is; torch gives others a new size, or refuses them."""
-    return out.dtype is torch.float32 and out.shape == (len(a), b.shape[-1])
+    return out.dtype is a.dtype and out.shape == (len(a), b.shape[-1])
 
 
-def _adds_row(bias: Tensor, b: Tensor, beta: Any, alpha: Any) -> bool:
-    return bool(beta == 1 and alpha == 1 and bias.dim() == 1 and bias.dtype is torch.float32 and len(bias) == b.shape[-1])
+def _with_row(bias: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor | None:
+    is_row = beta == 1 and alpha == 1 and bias.dim() == 1 and bias.dtype is a.dtype and len(bias) == b.shape[-1]
+    return _times(a, b, bias.contiguous()) if is_row else None
 
 
 def _addmm(keys: _Keys, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if _fits(a, b) and _adds_row(bias, b, beta, alpha):
-        return _times(a, b, bias.contiguous())
-    return _own["addmm"].call_boxed(keys, bias, a, b, beta=beta, alpha=alpha)
+    product = _with_row(bias, a, b, beta, alpha)
+    return _own["addmm"].call_boxed(keys, bias, a, b, beta=beta, alpha=alpha) if product is None else product
 
 
 def _addmm_into(keys: _Keys, bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, beta: Any = 1, alpha: Any = 1) -> Any:
-    if _fits(a, b) and _takes(out, a, b) and _adds_row(bias, b, beta, alpha):
-        return out.copy_(_times(a, b, bias.contiguous()))
-    return _own["addmm.out"].call_boxed(keys, bias, a, b, beta=beta, alpha=alpha, out=out)
+    product = _with_row(bias, a, b, beta, alpha) if _takes(out, a, b) else None
+    if product is None:
+        return _own["addmm.out"].call_boxed(keys, bias, a, b, beta=beta, alpha=alpha, out=out)
+    return out.copy_(product)
 
 
 _KERNELS = (("mm", _mm), ("mm.out", _mm_into), ("addmm", _addmm), ("addmm.out", _addmm_into))

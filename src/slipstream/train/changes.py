@@ -53,7 +53,7 @@ def _sparse_attention(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:
 
 
 def _multiply(model: nn.Module, plan: Plan) -> None:
-    matmul.use(plan.products == "onednn")
+    matmul.use(plan.products == "fastest")
 
 
 def _quantize(model: nn.Module, plan: Plan) -> None:
