@@ -213,6 +213,25 @@ def test_above_capacity_those_who_still_can_go_first(seed: int) -> None:
     assert all(len(machine.times[request]) == request.params.max_tokens for request in requests), "all are answered"
 
 
+def test_of_prompts_that_cannot_all_be_in_time_the_longest_is_late() -> None:
+    machine = Machine()
+    machine.run([asked(0, 0.0, 300, 1)])
+    lengths = (420, 100, 100, 100)  # 1.2 seconds are about 590 tokens
+    requests = [asked(number, machine.now, length, 4, Target(1.2)) for number, length in enumerate(lengths, 1)]
+    machine.run(requests)
+    assert [one.missed for one in requests] == [True, False, False, False]
+
+
+def test_a_prompt_is_judged_at_the_rate_that_it_has_beside_those_who_generate() -> None:
+    """With the whole machine the long one would be in time; it is not, and does not take the time of one that can be."""
+    machine = Machine()
+    machine.run([asked(0, 0.0, 300, 40)])
+    stream, start = asked(1, machine.now, 20, 80, Target(None, 0.08)), machine.now + 0.1
+    long, short = (asked(number, start, length, 4, Target(0.95)) for number, length in ((2, 400), (3, 300)))
+    machine.run([stream, long, short])
+    assert [one.missed for one in (stream, long, short)] == [False, True, False]
+
+
 def test_the_earliest_deadline_goes_first_and_no_target_is_one_of_ten_seconds() -> None:
     machine = Machine()
     loose, none, tight = asked(1, 0.0, 1500, 1, Target(60.0)), asked(2, 0.0, 1500, 1), asked(3, 0.0, 1500, 1, Target(5.0))

@@ -34,10 +34,12 @@ the first of these, up to `patience`, which is what counts for a request that sa
 While a request generates that says the second, a forward takes prompts for no longer than SHARE of it (some take longer than
 expected); of those of other tenants at least for as long as without any prompt.
 
-A request that has missed its target, or could not meet it with the whole machine, is *late*: an answer that comes too late is of no
-use to who set the target, and above capacity the engine would compute nothing else. It counts as one without a target; but while
-one of its tenant waits that may still be in time, that one goes first, unless it arrived LATE steps of priority later. If a late
-one has no token yet, it gives up its place, too; an answer that has begun goes on.
+A request that has missed its target, or cannot meet it beside those who generate, is *late*: an answer that comes too late is of
+no use to who set the target, and above capacity the engine would compute nothing else. If a tenant's prompts cannot all be in time,
+the longest are late, so that most are not (Moore, Management Science 15(1), 1968): without that, each would begin when its time is
+nearly over. A late one counts as one without a target; but while one of its tenant waits that may still be in time, that one goes
+first, unless it arrived LATE steps of priority later. If a late one has no token yet, it gives up its place, too; an answer that
+has begun goes on.
 
 [Note: Fair shares]
 Requests of several *tenants* (API keys) are admitted in the order of what their tenants have had: a virtual token counter (Sheng et
@@ -312,15 +314,38 @@ class Scheduler:
 
     def _give_up(self, now: float) -> None:
         """Find the requests that cannot meet their targets any more: [Note: Targets]."""
-        per_token = self.pace.per_token() if self._targeted else 0.0
-        for request in list(self._targeted):
+        of_answer, of_prompt = self._per_token() if self._targeted else (0.0, 0.0)
+        kept, ends = dict[Request, float](), dict[str, float]()  # seconds of prompts in time; when all of a tenant are computed
+        for request in sorted(self._targeted, key=lambda one: one.deadline):
             deadline, num = request.deadline, _pending(request)
             request.missed = now > deadline
-            if now + per_token * num > deadline and request.phase is RequestPhase.WAITING and not request.missed:
+            if num > 1 and request.phase is RequestPhase.WAITING and not request.missed:
                 num -= self._cached(request)
-            if now + per_token * num > deadline:
+            seconds = num * (of_prompt if num > 1 else of_answer)
+            if now + seconds > deadline:
                 self._put_back(request)
+            elif num > 1:
+                kept[request] = seconds
+                ends[request.tenant] = ends.get(request.tenant, now) + seconds
+                if ends[request.tenant] > deadline:
+                    longest = max((one for one in kept if one.tenant == request.tenant), key=kept.__getitem__)
+                    ends[request.tenant] -= kept.pop(longest)
+                    self._put_back(longest)
         self._urgent = {one.tenant for one in self._targeted if one.phase is RequestPhase.WAITING and not self.pausing}
+
+    def _per_token(self) -> tuple[float, float]:
+        """Seconds of a token where it takes the least, and of a prompt's beside those who generate; 0 if no forward is known."""
+        least, within, answers = self.pace.per_token(), self._within(), self._answers()
+        if within is None or not least:
+            return least, least
+        tokens = self.pace.max_tokens(within, answers, 0, self.token_budget)
+        seconds = min(within, self.pace.seconds(answers._replace(tokens=tokens)))
+        return least, max(least, seconds / max(tokens - answers.tokens, LEAST_PROMPT))
+
+    def _answers(self) -> ForwardSize:
+        """A forward of those who generate."""
+        contexts = [len(one.tokens) for one in self.running if _pending(one) == 1]
+        return ForwardSize(len(contexts), len(contexts), sum(contexts))
 
     def _cached(self, request: Request) -> int:
         """Tokens of a waiting prompt that the cache has, or had a few forwards ago."""
@@ -360,8 +385,7 @@ class Scheduler:
         waits = (one.target.wait_within for one in generating)
         within = min((SHARE * wait for wait in waits if wait is not None), default=math.inf)
         if len(self._active) > 1:
-            size = ForwardSize(len(generating), len(generating), sum(len(one.tokens) for one in generating))
-            within = max(within, 2 * self.pace.seconds(size))
+            within = max(within, 2 * self.pace.seconds(self._answers()))
         within = min(within, self.token_interval or math.inf)
         return None if within == math.inf else within
 
