@@ -26,9 +26,7 @@ from tests.unit.test_inference_sampler import test_the_kernel_draws_what_its_twi
 from tests.unit.test_ops import equal_bits
 
 SHIM = Path(__file__).with_name("emulated_avx512.h")
-EMULATED = [name for name in build.SOURCES if "avx512" in name]
 # -O1: three times as fast to compile; -mno-avx512f: else the compiler would use what is to be emulated.
-FLAGS = [flag for flag in build.FLAGS if flag != "-O3"] + ["-O1", f"-I{build.CSRC}", '-DSLIPSTREAM_SOURCE_HASH="emulated"']
 SHIMMED = ["-mavx2", "-mfma", "-mf16c", "-mno-avx512f", "-include", str(SHIM)]
 PROCESSOR = '#include "slipstream_ops.h"\n' + "".join(
     f"enum isa slipstream_{which}_isa(void) {{ return AVX512BF16; }}\n" for which in ("best", "default")
@@ -56,10 +54,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> build.Library:
     assert compiler is not None
     (folder / "processor.c").write_text(PROCESSOR)
     running = []
-    for name in build.SOURCES:
-        source = folder / name if name == "processor.c" else build.CSRC / name
-        command = [*compiler, *FLAGS, *(SHIMMED if name in EMULATED else ()), "-c", str(source), "-o", str(folder / f"{name}.o")]
-        running.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
+    for source, sets in build.SOURCES.items():
+        for isa in sets:
+            command = [*build.compile_one(compiler, source, isa, folder), "-O1", *(SHIMMED if "avx512" in isa else ())]
+            if source == "processor.c":
+                command = [*(str(folder / source) if part.endswith("/" + source) else part for part in command), f"-I{build.CSRC}"]
+            running.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
     for command, process in running:
         output = process.communicate()[1]
         assert process.returncode == 0, f"{shlex.join(command)}\n{output}"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.ops import cpu, pages, reference
+from slipstream.ops import cpu, grid, pages, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 130, 1000, 65536, 65536 + 64, 2 * 65536 + 77)
@@ -474,6 +474,17 @@ def test_threads_quantize_alike(run: Callable[..., Any], quantize: Callable[[Ten
     alone = run(lambda: quantize(w))
     torch.set_num_threads(3)
     assert all(map(torch.equal, run(lambda: quantize(w)), alone))
+
+
+@pytest.mark.parametrize("implementation", [name for name in available() if name != "torch"])
+def test_a_nan_is_on_no_grid(implementation: str) -> None:
+    """In the range of other values, as those of activations are; infinities are at its ends."""
+    x = torch.randn(3, 37)
+    x[1, 2], x[1, 20], x[2, 36] = math.nan, math.inf, -math.inf
+    scale, zero = torch.full((1,), 0.25), torch.full((1,), 0.5)
+    found = run_as(implementation, lambda: grid.on_grid(x, scale, zero, -8, 7))
+    twin = torch.round((x - 0.5) / 0.25).clamp_(-8, 7) * 0.25 + 0.5
+    assert found.isnan().sum() == 1 and torch.equal(found.nan_to_num(9), twin.nan_to_num(9))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

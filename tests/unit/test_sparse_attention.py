@@ -1,5 +1,6 @@
 """Block-sparse attention: kernels and twin against dense attention with a mask, patterns against their definitions."""
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -131,6 +132,20 @@ def test_a_query_without_keys_gets_zeros(implementation: str) -> None:
     out = block_sparse_attention(q, k, v, layout, key_bias=torch.full((1, 64), torch.finfo(torch.float32).min))
     out.sum().backward()
     assert not out.any() and not any(x.grad.any() for x in (q, k, v) if x.grad is not None) and q.grad is not None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_shows(implementation: str, bad: float) -> None:
+    """In the rows that see it, and in no other; a gradient of such a row has no numbers either."""
+    layout = BlockLayout(torch.ones(1, 4, 4), 16, causal=True)
+    for name, first in (("q", 37), ("k", 41)):
+        inputs = {each: heads(1, 1, 64, 16) for each in "qkv"}
+        inputs[name].data[0, 0, first] = bad
+        out = block_sparse_attention(*inputs.values(), layout)
+        spoilt = ~out[0, 0].isfinite().all(1)
+        assert spoilt.nonzero().flatten().tolist() == ([first] if name == "q" else list(range(first, 64)))
+        out.sum().backward()
+        assert inputs["q"].grad is not None and not inputs["q"].grad[0, 0][spoilt].isfinite().any()
 
 
 def test_dropout_keeps_its_share_and_is_the_same_in_the_backward() -> None:

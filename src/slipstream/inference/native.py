@@ -1,4 +1,4 @@
-"""The native CPU forward: a whole step of a transformer in one C call (ops/csrc/decoder_body.h), weights packed once at load.
+"""The native CPU forward: a whole step of a transformer in one C call (ops/csrc/forward.c), weights packed once at load.
 
 `NativeDecoder` is a `core.Runner`. It owns the packed weights and the paged KV cache, whose layout is the kernel's: keys of a block
 are transposed, so that 16 positions are one vector, in bf16 of pairs (csrc/decoder.h). A logit has the same bits for every

@@ -6,10 +6,11 @@ first use compiles into a per-user cache. `load` never raises: without a library
 
 Invariants: this file imports only the standard library, because `setup.py` loads it by path, before the package exists. A library
 is used only if it was built from the current sources and flags (`source_hash`). The compiled file is renamed into place, so it is
-never partial. Only `load` and `find_compiler` read the environment.
+never partial, and processes that need it at once build it once. Only `load` and `find_compiler` read the environment.
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -18,26 +19,20 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 LIBRARY = "libslipstream_ops.so"
-KERNELS = ("kernels_avx512.c", "kernels_avx2.c", "kernels_portable.c", "dispatch.c", "processor.c", "words.c", "disk.c", "crc32.c")
-DECODER = (
-    "decoder_avx512bf16.c",
-    "decoder_avx512vnni.c",
-    "decoder_avx512.c",
-    "decoder_avx2.c",
-    "decoder_portable.c",
-    "decoder.c",
-    "expert_store.c",
-)
-QUANTIZE = ("quantize_avx512.c", "quantize_avx2.c", "quantize_portable.c", "quantize.c")
-SPARSE = ("sparse_avx512.c", "sparse_avx2.c", "sparse_portable.c", "sparse.c")
-FUSED = ("fused_avx512.c", "fused_avx2.c", "fused_portable.c", "fused.c")
-GROUPED = ("grouped_avx512bf16.c", "grouped_avx512.c", "grouped_avx2.c", "grouped.c")
-SOURCES = (*KERNELS, *DECODER, *QUANTIZE, *SPARSE, *FUSED, *GROUPED)
+SETS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16")
+# The instruction sets that each source is compiled for (csrc/isa.h); "": once.
+SOURCES = {
+    "forward.c": SETS,
+    **dict.fromkeys(("kernels.c", "quantize.c", "sparse.c", "fused.c"), SETS[:3]),
+    "grouped.c": (*SETS[1:3], SETS[4]),
+    **dict.fromkeys(("dispatch.c", "decoder.c", "expert_store.c", "processor.c", "words.c", "disk.c", "crc32.c"), ("",)),
+}
 CSRC = Path(__file__).parent / "csrc"
 
 # -ffp-contract=off: a fused multiply-add would round differently from one instruction set to the next.
@@ -67,7 +62,7 @@ class Library(NamedTuple):
 
 @functools.cache
 def source_hash() -> str:
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    digest = hashlib.sha256(f"{FLAGS} {SOURCES}".encode())
     for path in sorted(CSRC.iterdir()):
         if path.suffix in (".c", ".h"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -88,13 +83,18 @@ def compile_library(target: Path, compiler: list[str]) -> None:
     """Compile `csrc/` and rename the result to `target`. Raises BuildError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
-        objects = [str(Path(scratch, source).with_suffix(".o")) for source in SOURCES]
-        define = f'-DSLIPSTREAM_SOURCE_HASH="{source_hash()}"'
-        compile_one = [*compiler, *FLAGS, define, "-c"]
-        _run([[*compile_one, str(CSRC / name), "-o", path] for name, path in zip(SOURCES, objects, strict=True)])
+        commands = [compile_one(compiler, source, isa, scratch) for source, sets in SOURCES.items() for isa in sets]
+        _run(commands)
         linked = str(Path(scratch, LIBRARY))
-        _run([[*compiler, "-shared", *objects, "-o", linked, "-lm", "-lpthread"]])
+        _run([[*compiler, "-shared", *(command[-1] for command in commands), "-o", linked, "-lm", "-lpthread"]])
         os.replace(linked, target)
+
+
+def compile_one(compiler: Sequence[str], source: str, isa: str, folder: str | Path) -> list[str]:
+    """The command that compiles a source for an instruction set; it ends with the path of the object in `folder`."""
+    defines = f'-DSLIPSTREAM_SOURCE_HASH="{source_hash()}"', f"-DISA={isa}"
+    slow = ["-O2"] if (source, isa) == ("forward.c", "portable") else []  # -O3 takes three times as long there
+    return [*compiler, *FLAGS, *slow, *defines, "-c", str(CSRC / source), "-o", str(Path(folder, f"{source}.{isa}.o"))]
 
 
 def _run(commands: Sequence[list[str]]) -> None:
@@ -150,8 +150,11 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
 
 def _build_now(cached: Path, compiler: list[str]) -> Library:
     try:
-        compile_library(cached, compiler)
-        library = _open(cached, f"compiled now, cached in {cached}")
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(cached.parent):  # ranks that start together build once
+            if (library := _open(cached, f"cached in {cached}")) is None:
+                compile_library(cached, compiler)
+                library = _open(cached, f"compiled now, cached in {cached}")
     except OSError:  # the cache is not writable: build for this process alone
         with tempfile.TemporaryDirectory(prefix="slipstream-ops-") as private:
             compile_library(Path(private, LIBRARY), compiler)
@@ -159,6 +162,18 @@ def _build_now(cached: Path, compiler: list[str]) -> Library:
     if library is None:
         raise BuildError(f"the library that `{shlex.join(compiler)}` built cannot be loaded here")
     return library
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, if its file system has locks."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def _cache_directory() -> Path:

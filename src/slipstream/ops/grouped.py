@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix each, forward and backward, by native kernels (csrc/grouped_body.h): fp32 and bf16 on
+"""Products of groups of rows with a matrix each, forward and backward, by native kernels (csrc/grouped.c): fp32 and bf16 on
 processors with AVX2 or AVX-512. Their twin is a product of torch's for each group (moe/grouped.py).
 
 Matrices are read as they lie, so one that each update changes costs no packing; all groups are one call, whose threads take parts
@@ -21,7 +21,7 @@ from slipstream.ops.team import openmp
 
 _LEAST = 1 << 20  # multiplications, below which another thread costs more than it saves
 _COLUMNS = 2048  # of an item; fewer, down to 64, where threads would have less than 4 items each
-_ROWS = 288  # of an item: at most, in csrc/grouped_body.h with AVX-512
+_ROWS = 288  # of an item: at most, in csrc/grouped.c with AVX-512
 
 
 class _Matrix(ctypes.Structure):

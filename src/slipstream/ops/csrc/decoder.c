@@ -5,6 +5,7 @@
  * in order: it reads memory in one stream and can prefetch the next addresses while it waits.
  */
 #include "decoder.h"
+#include "slipstream_ops.h"
 #include "threads.h"
 
 #include <sched.h>
@@ -12,11 +13,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SLIPSTREAM_API __attribute__((visibility("default")))
 #define SPINS 4000 /* about 50 us, then yield */
 #define SLEEP_NS 50000000 /* then look whether a process is lost */
 
-const char *slipstream_isa(void);
 void slipstream_store_release_and_wake(_Atomic uint32_t *at, uint32_t value); /* words.c */
 int slipstream_wait_at_least(_Atomic uint32_t *at, uint32_t value, int64_t spin_ns, int64_t timeout_ns);
 
@@ -347,12 +346,8 @@ static int64_t widest_of(const struct decoder *model)
 
 static const struct decoder_isa *isa_in_use(void)
 {
-    const struct decoder_isa *tables[] = {decoder_avx512bf16, decoder_avx512vnni, decoder_avx512, decoder_avx2};
-    const char *name = slipstream_isa();
-    for (int i = 0; i < 4; ++i)
-        if (tables[i] && strcmp(tables[i]->name, name) == 0)
-            return tables[i];
-    return decoder_portable;
+    return (const struct decoder_isa *const[]){
+        &decoder_portable, &decoder_avx2, &decoder_avx512, &decoder_avx512vnni, &decoder_avx512bf16}[slipstream_set()];
 }
 
 static void run_in_region(void *argument)

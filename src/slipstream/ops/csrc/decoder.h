@@ -285,15 +285,12 @@ static inline int64_t most_together(const struct decoder *model, const struct la
 struct team; /* the threads; see decoder.c */
 
 struct decoder_isa {
-    const char *name;
     void (*run)(const struct decoder *, const struct batch *, struct team *, int thread, float *scratch);
     void (*linear)(const struct linear *, struct team *, int thread, float *scratch);
     int64_t (*choose)(const struct sampling *, int64_t vocab_size, float *scratch);
 };
 
-/* NULL if the compiler does not target that architecture. */
-extern const struct decoder_isa *const decoder_avx512bf16, *const decoder_avx512vnni, *const decoder_avx512;
-extern const struct decoder_isa *const decoder_avx2, *const decoder_portable;
+extern const struct decoder_isa decoder_portable, decoder_avx2, decoder_avx512, decoder_avx512vnni, decoder_avx512bf16;
 
 /* The memory that a thread reads next and has not prefetched yet. */
 struct ahead {

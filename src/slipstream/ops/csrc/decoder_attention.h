@@ -8,27 +8,21 @@
 TARGET static float rms_factor(const float *x, int64_t size, float eps)
 {
     vec squares = vec_zero();
-    float tail[16] = {0};
-    const int64_t whole = size / 16 * 16;
-    for (int64_t i = 0; i < whole; i += 16) {
-        const vec a = load_f32(x + i);
+    for (int64_t i = 0; i < size; i += 16) {
+        const vec a = load_part(x + i, size - i, WEIGHT_F32);
         squares = vec_fma(a, a, squares);
     }
-    memcpy(tail, x + whole, (size_t)(size - whole) * sizeof(float));
-    squares = vec_fma(load_f32(tail), load_f32(tail), squares);
     return 1.0f / sqrtf(lanes_sum(squares) / (float)size + eps);
 }
 
 /* to = factor * x * weight, or with `add`, to += that. */
 TARGET static void scale_row(float *to, const float *x, const float *weight, int64_t size, float factor, int add)
 {
-    const int64_t whole = size / 16 * 16;
-    for (int64_t i = 0; i < whole; i += 16) {
-        vec a = vec_mul(vec_mul(load_f32(x + i), vec_set(factor)), load_f32(weight + i));
-        store_f32(to + i, add ? vec_add(load_f32(to + i), a) : a, 0);
+    for (int64_t i = 0; i < size; i += 16) {
+        const vec normal = vec_mul(load_part(x + i, size - i, WEIGHT_F32), vec_set(factor));
+        const vec a = vec_mul(normal, load_part(weight + i, size - i, WEIGHT_F32));
+        store_part(to + i, add ? vec_add(load_part(to + i, size - i, WEIGHT_F32), a) : a, size - i, WEIGHT_F32);
     }
-    for (int64_t i = whole; i < size; ++i)
-        to[i] = add ? to[i] + x[i] * factor * weight[i] : x[i] * factor * weight[i];
 }
 
 TARGET static void rms_norm(float *to, const float *x, const float *weight, int64_t size, float eps, int add)
@@ -40,28 +34,19 @@ TARGET static void rms_norm(float *to, const float *x, const float *weight, int6
 TARGET static void layer_norm(float *to, const float *x, const struct norm *norm, int64_t size, float eps, int add)
 {
     vec sum = vec_zero(), squares = vec_zero();
-    float tail[16] = {0};
-    const int64_t whole = size / 16 * 16;
-    for (int64_t i = 0; i < whole; i += 16)
-        sum = vec_add(load_f32(x + i), sum);
-    memcpy(tail, x + whole, (size_t)(size - whole) * sizeof(float));
-    const float mean = lanes_sum(vec_add(load_f32(tail), sum)) / (float)size;
-    for (int64_t i = 0; i < whole; i += 16) {
-        const vec a = vec_sub(load_f32(x + i), vec_set(mean));
+    for (int64_t i = 0; i < size; i += 16)
+        sum = vec_add(load_part(x + i, size - i, WEIGHT_F32), sum);
+    const vec mean = vec_set(lanes_sum(sum) / (float)size);
+    for (int64_t i = 0; i < size; i += 16) {
+        const vec a = first_lanes(vec_sub(load_part(x + i, size - i, WEIGHT_F32), mean), size - i, vec_zero());
         squares = vec_fma(a, a, squares);
     }
-    for (int64_t i = whole; i < size; ++i)
-        tail[i - whole] -= mean;
-    squares = vec_fma(load_f32(tail), load_f32(tail), squares);
-    const float factor = 1.0f / sqrtf(lanes_sum(squares) / (float)size + eps);
-    for (int64_t i = 0; i < whole; i += 16) {
-        vec a = vec_mul(vec_mul(vec_sub(load_f32(x + i), vec_set(mean)), vec_set(factor)), load_f32(norm->weight + i));
-        a = norm->bias ? vec_add(a, load_f32(norm->bias + i)) : a;
-        store_f32(to + i, add ? vec_add(load_f32(to + i), a) : a, 0);
-    }
-    for (int64_t i = whole; i < size; ++i) {
-        const float a = tail[i - whole] * factor * norm->weight[i] + (norm->bias ? norm->bias[i] : 0.0f);
-        to[i] = add ? to[i] + a : a;
+    const vec factor = vec_set(1.0f / sqrtf(lanes_sum(squares) / (float)size + eps));
+    for (int64_t i = 0; i < size; i += 16) {
+        const vec normal = vec_mul(vec_sub(load_part(x + i, size - i, WEIGHT_F32), mean), factor);
+        vec a = vec_mul(normal, load_part(norm->weight + i, size - i, WEIGHT_F32));
+        a = norm->bias ? vec_add(a, load_part(norm->bias + i, size - i, WEIGHT_F32)) : a;
+        store_part(to + i, add ? vec_add(load_part(to + i, size - i, WEIGHT_F32), a) : a, size - i, WEIGHT_F32);
     }
 }
 
@@ -149,8 +134,6 @@ TARGET static void place_key(const struct decoder *model, const struct layer *la
     }
 }
 
-static const float LANES[PANEL] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 /* Up to ROWS queries of one sequence and key-value head. Query i is (row i / group, head i % group of the group). */
 struct queries {
     int count, sequence;
@@ -171,7 +154,7 @@ struct segment {
 
 INLINE struct segment segment_of(const struct decoder *model, const struct batch *batch, const struct queries *queries, int64_t range)
 {
-    const int64_t size = model->head_dim * PANEL * weight_size(model->cache_type), start = range * RANGE, stop = start + RANGE;
+    const int64_t size = model->head_dim * PANEL * itemsize(model->cache_type), start = range * RANGE, stop = start + RANGE;
     struct segment segment = {.from = (queries->from > start ? queries->from : start) / PANEL * PANEL,
                               .until = queries->until < stop ? queries->until : stop};
     segment.blocks = (segment.until - segment.from + PANEL - 1) / PANEL;
@@ -240,7 +223,7 @@ INLINE void score(const int count, const int num, const int type, const struct d
             if (model->attn_softcap > 0.0f)
                 score = vec_mul(vec_set(model->attn_softcap), vec_tanh(vec_div(score, vec_set(model->attn_softcap))));
             if (model->slopes)
-                score = vec_fma(vec_set(queries->slope[i]), vec_add(vec_set((float)(segment->from + at - queries->own[i])), load_f32(LANES)),
+                score = vec_fma(vec_set(queries->slope[i]), vec_add(vec_set((float)(segment->from + at - queries->own[i])), lane_numbers()),
                                 score);
             store_f32(scores[i] + at, score, 0);
         }
@@ -254,8 +237,8 @@ INLINE void hide(float *scores, int64_t from, int64_t until, int64_t size, float
         scores[at] = value;
 }
 
-/* A query's scores -> weights, in place: 0 where it sees nothing; `halves`: bf16, in the first half. `sums`: from the weights' on. */
-TARGET static void weigh(const struct queries *queries, int query, const struct segment *segment, float *scores, int halves, float *sums)
+/* A query's scores -> weights, in place: 0 where it sees nothing; `narrow`: bf16, in the first half. `sums`: from the weights' on. */
+TARGET static void weigh(const struct queries *queries, int query, const struct segment *segment, float *scores, int narrow, float *sums)
 {
     const int64_t size = segment->blocks * PANEL;
     const int64_t first = queries->first[query] - segment->from, after = queries->last[query] + 1 - segment->from;
@@ -270,7 +253,7 @@ TARGET static void weigh(const struct queries *queries, int query, const struct 
     hide(scores, from, until, size, 0.0f);
     for (int64_t at = 0; at < size; at += PANEL) {
         const vec weight = load_f32(scores + at);
-        total = vec_add(total, halves ? store_bf16((uint16_t *)scores + at, weight, 0) : weight);
+        total = vec_add(total, narrow ? store_bf16((uint16_t *)scores + at, weight, 0) : weight);
     }
     store_f32(sums, total, 0);
     store_f32(sums + PANEL, most, 0);

@@ -67,16 +67,10 @@ TARGET static void embed_row(const struct decoder *model, int32_t id, float *x)
         return;
     }
     const int type = model->embed_type;
-    const char *row = (const char *)model->embed + id * size * weight_size(type);
-    int64_t i = 0;
-    for (; i + 16 <= size; i += 16)
-        store_f32(x + i, vec_mul(load_weight(type, row + i * weight_size(type)), vec_set(model->embed_scale)), 0);
-    if (i < size) {
-        char padded[64] = {0};
-        float lanes[16];
-        memcpy(padded, row + i * weight_size(type), (size_t)((size - i) * weight_size(type)));
-        store_f32(lanes, vec_mul(load_weight(type, padded), vec_set(model->embed_scale)), 0);
-        memcpy(x + i, lanes, (size_t)(size - i) * sizeof(float));
+    const char *row = (const char *)model->embed + id * size * itemsize(type);
+    for (int64_t i = 0; i < size; i += 16) {
+        const vec part = load_part(row + i * itemsize(type), size - i, type);
+        store_part(x + i, vec_mul(part, vec_set(model->embed_scale)), size - i, WEIGHT_F32);
     }
 }
 

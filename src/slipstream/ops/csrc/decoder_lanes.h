@@ -2,11 +2,7 @@
 #ifndef SLIPSTREAM_DECODER_LANES_H
 #define SLIPSTREAM_DECODER_LANES_H
 
-#include "decoder.h"
 #include "vec_exp.h"
-
-#include <math.h>
-#include <string.h>
 
 #define MASKED (-1e30f)
 

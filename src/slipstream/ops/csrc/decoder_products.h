@@ -44,13 +44,6 @@ INLINE int64_t ahead_of(int64_t at, int64_t gap, int num) { return at + FETCH_AH
 
 /* ---- numbers ---- */
 
-INLINE vec load_weight(int type, const void *p)
-{
-    return type == WEIGHT_BF16 ? load_bf16(p) : type == WEIGHT_F16 ? load_f16(p) : load_f32(p);
-}
-
-INLINE int64_t weight_size(int type) { return type == WEIGHT_F32 ? 4 : 2; }
-
 INLINE void fetch(const char *p) { __builtin_prefetch(p, 0, 3); }
 
 /* Rows of a product's inputs, in fp32, and in bf16 for matrices that want halves. */
@@ -96,7 +89,7 @@ INLINE void tile(const int type, const int rows, const int num, const struct pan
                 sums[i * num + j] = vec_fma(vec_set(x[i * stride + whole]), load_even_bf16(w->first + j * w->gap + whole * PANEL * 2),
                                             sums[i * num + j]);
     } else {
-        const int64_t step = PANEL * weight_size(type), num_features = w->num_features;
+        const int64_t step = PANEL * itemsize(type), num_features = w->num_features;
         const char *const fetched = w->next ? w->next : w->first;
         const int64_t fetched_gap = w->next ? w->next_gap : w->gap;
         for (int64_t k = 0; k < num_features; ++k) {
@@ -104,7 +97,7 @@ INLINE void tile(const int type, const int rows, const int num, const struct pan
             for (int j = 0; j < num; ++j) {
                 const char *p = w->first + j * w->gap + at;
                 fetch(fetched + j * fetched_gap + ahead);
-                const vec weight = load_weight(type, p);
+                const vec weight = load_vec(p, type);
                 for (int i = 0; i < rows; ++i)
                     sums[i * num + j] = vec_fma(vec_set(x[i * stride + k]), weight, sums[i * num + j]);
             }
@@ -307,7 +300,7 @@ INLINE struct group_scales scales_of(const int type, const struct matrix *w, int
 }
 
 void slipstream_codes_by_avx2(const struct matrix *w, int64_t panel, int panels, const struct coded *x, int64_t row, int rows,
-                              float out[][ROWS][PANEL]); /* decoder_avx2.c */
+                              float out[][ROWS][PANEL]);
 
 #if CODES_BY_AVX2
 #define multiply_codes slipstream_codes_by_avx2
@@ -441,11 +434,19 @@ TARGET static void multiply_codes(const struct matrix *w, int64_t panel, int pan
     default: FOR_ROWS(CODE_TILES, rows, WEIGHT_INT8)
     }
 }
+
+#ifdef FOR_AVX2
+TARGET void slipstream_codes_by_avx2(const struct matrix *w, int64_t panel, int panels, const struct coded *x, int64_t row, int rows,
+                                     float out[][ROWS][PANEL])
+{
+    multiply_codes(w, panel, panels, x, row, rows, out);
+}
+#endif
 #endif
 
 /* ---- adapters: y += B (scale A x) for the rows of requests that have one ----
  *
- * The product with the model's own matrix is computed once for all rows; `shrink` (decoder_body.h) computes scale A x of the rows
+ * The product with the model's own matrix is computed once for all rows; `shrink` (forward.c) computes scale A x of the rows
  * with adapters before it, and add_low_rank adds B times that to a tile's sums. Each row's terms are added in one order, so its
  * bits do not depend on the adapters of other rows. Adjacent rows of one adapter share its panels. */
 
@@ -544,13 +545,8 @@ INLINE vec activate(int activation, vec x)
 
 INLINE void put(float *to, vec a, int64_t width)
 {
-    if (width >= PANEL) {
-        store_f32(to, a, 0);
-    } else if (width > 0) {
-        float lanes[16];
-        store_f32(lanes, a, 0);
-        memcpy(to, lanes, (size_t)width * sizeof(float));
-    }
+    if (width > 0)
+        store_part(to, a, width, WEIGHT_F32);
 }
 
 TARGET static void finish_tile(const struct product *job, int64_t panel, int panels, int row, int rows, float sums[][ROWS][PANEL])
@@ -579,15 +575,8 @@ TARGET static void finish_tile(const struct product *job, int64_t panel, int pan
                 continue;
             }
             const int64_t column = (panel + j) * PANEL, width = w->num_columns - column;
-            if (job->epilogue == ADD) {
-                if (width >= PANEL) {
-                    sum = vec_add(load_f32(y + column), sum);
-                } else if (width > 0) {
-                    float old[16] = {0};
-                    memcpy(old, y + column, (size_t)width * sizeof(float));
-                    sum = vec_add(load_f32(old), sum);
-                }
-            }
+            if (job->epilogue == ADD && width > 0)
+                sum = vec_add(load_part(y + column, width, WEIGHT_F32), sum);
             put(y + column, sum, width);
         }
 }

@@ -1,42 +1,40 @@
 /* The C ABI of the kernels, and the choice of instruction set.
  *
- * The choice is made once, on first use, from the processor's features (processor.c). Callers split arrays over threads, at
- * multiples of BLOCK elements.
+ * The choice is made once, on first use, from the processor's features (processor.c). Callers split arrays over threads: flat ones
+ * at multiples of BLOCK elements, others by rows, groups or items.
  */
+#include "fused.h"
+#include "grouped.h"
 #include "optim.h"
+#include "quantize.h"
+#include "sparse.h"
 
-#include <stdatomic.h>
 #include <string.h>
 
 #ifndef SLIPSTREAM_SOURCE_HASH
 #error "compile through ops/build.py, which defines SLIPSTREAM_SOURCE_HASH"
 #endif
 
-/* The instruction sets, each a superset of those before it. The last two differ in the decoder only (decoder.c). */
-static const struct {
-    const char *name;
-    const struct kernels *const *kernels;
-} sets[] = {
-    [PORTABLE] = {"portable", &kernels_portable},
-    [AVX2] = {"avx2", &kernels_avx2},
-    [AVX512] = {"avx512", &kernels_avx512},
-    [AVX512VNNI] = {"avx512vnni", &kernels_avx512},
-    [AVX512BF16] = {"avx512bf16", &kernels_avx512},
-};
+/* The instruction sets, each a superset of those before it. */
+static const char *const names[] = {
+    [PORTABLE] = "portable", [AVX2] = "avx2", [AVX512] = "avx512", [AVX512VNNI] = "avx512vnni", [AVX512BF16] = "avx512bf16"};
 
 static _Atomic int chosen = -1;
 
-static int isa(void)
+enum isa slipstream_set(void)
 {
     int set = atomic_load_explicit(&chosen, memory_order_acquire);
     if (set < 0) {
-        set = slipstream_default_isa();
+        set = (int)slipstream_default_isa();
         atomic_store_explicit(&chosen, set, memory_order_release);
     }
-    return set;
+    return (enum isa)set;
 }
 
-static const struct kernels *kernels(void) { return *sets[isa()].kernels; }
+/* The last two sets differ in the decoder and grouped products only. */
+static enum isa lanes(void) { return slipstream_set() < AVX512 ? slipstream_set() : AVX512; }
+
+#define IN_USE(family) ((const struct family##_isa *const[]){&family##_portable, &family##_avx2, &family##_avx512}[lanes()])
 
 SLIPSTREAM_API const char *slipstream_source_hash(void) { return SLIPSTREAM_SOURCE_HASH; }
 
@@ -50,16 +48,16 @@ SLIPSTREAM_API const char *slipstream_compiler(void)
 }
 
 /* The instruction set in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable". */
-SLIPSTREAM_API const char *slipstream_isa(void) { return sets[isa()].name; }
+SLIPSTREAM_API const char *slipstream_isa(void) { return names[slipstream_set()]; }
 
-/* The instruction set of all kernels but the decoder's. */
-SLIPSTREAM_API const char *slipstream_kernels_isa(void) { return kernels()->name; }
+/* The instruction set of all kernels but the decoder's and grouped products. */
+SLIPSTREAM_API const char *slipstream_kernels_isa(void) { return names[lanes()]; }
 
 /* Switch to the named instruction set; returns 0 if the processor lacks it. For tests and benchmarks. */
 SLIPSTREAM_API int slipstream_use_isa(const char *name)
 {
-    for (int set = slipstream_best_isa(); set >= PORTABLE; --set)
-        if (strcmp(sets[set].name, name) == 0) {
+    for (int set = (int)slipstream_default_isa(); set >= 0; --set)
+        if (strcmp(names[set], name) == 0) {
             atomic_store_explicit(&chosen, set, memory_order_release);
             return 1;
         }
@@ -76,7 +74,7 @@ static int aligned(const void *p) { return ((uintptr_t)p & 63u) == 0; }
 SLIPSTREAM_API double slipstream_sum_ranks(void *out, const void *const *sources, int64_t num_sources, int64_t numel,
                                            int mode, float alpha, double *blocks)
 {
-    const struct kernels *table = kernels();
+    const struct kernels_isa *table = IN_USE(kernels);
     const int source = mode & 3, target = mode >> 2 & 3;
     const struct sum_args args = {
         .out = out,
@@ -101,7 +99,9 @@ SLIPSTREAM_API double slipstream_sum_ranks(void *out, const void *const *sources
  * the whole array. */
 SLIPSTREAM_API void slipstream_step(int rule, const struct step *step, int64_t start, int64_t stop, double *sums)
 {
-    const struct kernels *table = kernels();
+    /* All-bf16 steps use AVX2, which separates even and odd elements without crossing lanes: 512-bit vectors are 10% slower there. */
+    const int narrow = lanes() == AVX512 && rule == ADAMW && step->master.kind == DTYPE_BF16 && step->first.kind == DTYPE_BF16;
+    const struct kernels_isa *table = narrow ? &kernels_avx2 : IN_USE(kernels);
     for (; start < stop; start += BLOCK)
         table->step(rule, step, start, stop - start < BLOCK ? stop : start + BLOCK, sums ? sums + 2 * (start / BLOCK) : 0);
 }
@@ -114,21 +114,21 @@ SLIPSTREAM_API void slipstream_copy_stream(char *dst, const char *src, int64_t n
         head = nbytes;
     body = (nbytes - head) & ~(int64_t)255;
     memcpy(dst, src, (size_t)head);
-    kernels()->copy(dst + head, src + head, body);
+    IN_USE(kernels)->copy(dst + head, src + head, body);
     memcpy(dst + head + body, src + head + body, (size_t)(nbytes - head - body));
 }
 
 /* A pass of a 1-bit optimizer: [Note: One bit]. */
 SLIPSTREAM_API void slipstream_onebit(int pass, const struct onebit *s, int64_t start, int64_t stop)
 {
-    kernels()->onebit[pass](s, start, stop);
+    IN_USE(kernels)->onebit[pass](s, start, stop);
 }
 
 /* Encode elements for the wire: [Note: Blocks on the wire]. `error` may be NULL. */
 SLIPSTREAM_API void slipstream_wire_encode(const char *x, int dtype, int64_t numel, int bits, uint8_t *out, uint8_t *error,
                                            float beta)
 {
-    kernels()->wire_encode(x, dtype, numel, bits, out, error, beta);
+    IN_USE(kernels)->wire_encode(x, dtype, numel, bits, out, error, beta);
 }
 
 /* As slipstream_sum_ranks, of encoded sources. mode: bits 0-3 the bits of a code, 4-5 the dtype of out, 6 accumulate. */
@@ -140,10 +140,94 @@ SLIPSTREAM_API double slipstream_wire_sum(void *out, const void *const *sources,
     double total = 0.0;
     for (int64_t start = 0; start < numel; start += BLOCK) {
         const int64_t stop = numel - start < BLOCK ? numel : start + BLOCK;
-        const double partial = kernels()->wire_sum(&args, start, stop, mode & 15, mode >> 4 & 3);
+        const double partial = IN_USE(kernels)->wire_sum(&args, start, stop, mode & 15, mode >> 4 & 3);
         if (blocks)
             blocks[start / BLOCK] = partial;
         total += partial;
     }
     return total;
+}
+
+/* ---- quantization: rows, groups or items [begin, end) ---- */
+
+static int64_t itemsize(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
+
+SLIPSTREAM_API void slipstream_quantize_int8(const char *w, int dtype, int64_t columns, int64_t begin, int64_t end,
+                                             int8_t *codes, float *scales)
+{
+    const int64_t at = begin * columns;
+    IN_USE(quantize)->to_int8(w + at * itemsize(dtype), dtype, end - begin, columns, codes + at, scales + begin);
+}
+
+SLIPSTREAM_API void slipstream_quantize_int4(const char *w, int dtype, int64_t group, int64_t begin, int64_t end,
+                                             uint8_t *codes, float *scales, float *lows)
+{
+    const int64_t at = begin * group;
+    IN_USE(quantize)->to_int4(w + at * itemsize(dtype), dtype, end - begin, group, codes + at / 2, scales + begin, lows + begin);
+}
+
+SLIPSTREAM_API void slipstream_dequantize_int8(float *w, int64_t columns, int64_t begin, int64_t end, const int8_t *codes,
+                                               const float *scales)
+{
+    const int64_t at = begin * columns;
+    IN_USE(quantize)->from_int8(w + at, end - begin, columns, codes + at, scales + begin);
+}
+
+SLIPSTREAM_API void slipstream_dequantize_int4(float *w, int64_t group, int64_t begin, int64_t end, const uint8_t *codes,
+                                               const float *scales, const float *lows)
+{
+    const int64_t at = begin * group;
+    IN_USE(quantize)->from_int4(w + at, end - begin, group, codes + at / 2, scales + begin, lows + begin);
+}
+
+SLIPSTREAM_API void slipstream_dequantize_rows(char *w, int dtype, const struct row_form *form, int64_t begin, int64_t end,
+                                               const uint8_t *packed, const float *pairs)
+{
+    IN_USE(quantize)->from_rows(w + begin * form->columns * itemsize(dtype), dtype, end - begin, form,
+                            packed + begin * form->row_nbytes, pairs);
+}
+
+static int64_t piece_of(const struct grid *grid, int64_t item, int64_t *at)
+{
+    const int64_t per = (grid->group + grid->piece - 1) / grid->piece, first = item % per * grid->piece;
+    *at = item / per * grid->group + first;
+    return grid->group - first < grid->piece ? grid->group - first : grid->piece;
+}
+
+SLIPSTREAM_API void slipstream_ends(const struct grid *grid, int64_t begin, int64_t end)
+{
+    for (int64_t item = begin, at; item < end; ++item) {
+        const int64_t numel = piece_of(grid, item, &at);
+        IN_USE(quantize)->to_ends(grid->w + at * itemsize(grid->dtype), grid->dtype, numel, grid->ends + 2 * item);
+    }
+}
+
+SLIPSTREAM_API void slipstream_on_grid(const struct grid *grid, int64_t begin, int64_t end)
+{
+    for (int64_t item = begin, at; item < end; ++item) {
+        const int64_t numel = piece_of(grid, item, &at), size = itemsize(grid->dtype), group = at / grid->group;
+        IN_USE(quantize)->to_grid(grid, grid->w + at * size, grid->out + at * size, numel, grid->scale[group], grid->zero[group]);
+    }
+}
+
+/* ---- others ---- */
+
+/* A pass of fused.c over rows [begin, end). */
+SLIPSTREAM_API void slipstream_fused(int pass, const struct fused *s, int64_t begin, int64_t end)
+{
+    IN_USE(fused)->passes[pass](s, begin, end);
+}
+
+/* Items [begin, end) of block-sparse attention; returns 0 if there is no memory. */
+SLIPSTREAM_API int slipstream_sparse(int backward, const struct sparse *s, int64_t begin, int64_t end)
+{
+    return (backward ? IN_USE(sparse)->backward : IN_USE(sparse)->forward)(s, begin, end);
+}
+
+/* Each of the caller's threads calls this with the same arrays, and takes items until there are none. Callers ask for AVX2 before. */
+SLIPSTREAM_API void slipstream_grouped(void *call)
+{
+    const struct grouped_isa *const tables[] = {0, &grouped_avx2, &grouped_avx512, &grouped_avx512, &grouped_avx512bf16};
+    if (tables[slipstream_set()])
+        tables[slipstream_set()]->multiply(call);
 }

@@ -4,7 +4,7 @@
 
 #include "slipstream_ops.h"
 
-/* fused_body.h says what each array has in each pass. */
+/* fused.c says what each array has in each pass. */
 struct fused {
     const char *x, *residual, *grad, *sum_grad;
     char *sum, *out, *dsum, *dx;
@@ -20,12 +20,9 @@ enum { FUSED_NO_NORM, FUSED_LAYER_NORM, FUSED_RMS_NORM };
 enum { FUSED_GELU_TANH, FUSED_GELU, FUSED_SILU, FUSED_RELU };
 
 struct fused_isa {
-    const char *name;
-    void (*passes[7])(const struct fused *s, int64_t begin, int64_t end); /* of fused_body.h, in its order; rows [begin, end) */
+    void (*passes[7])(const struct fused *s, int64_t begin, int64_t end); /* of fused.c, in its order; rows [begin, end) */
 };
 
-extern const struct fused_isa *const fused_avx512;
-extern const struct fused_isa *const fused_avx2;
-extern const struct fused_isa *const fused_portable;
+extern const struct fused_isa fused_portable, fused_avx2, fused_avx512;
 
 #endif

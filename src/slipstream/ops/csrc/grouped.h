@@ -25,12 +25,9 @@ struct grouped {
 };
 
 struct grouped_isa {
-    const char *name;
     void (*multiply)(struct grouped *s);
 };
 
-extern const struct grouped_isa *const grouped_avx512bf16;
-extern const struct grouped_isa *const grouped_avx512;
-extern const struct grouped_isa *const grouped_avx2;
+extern const struct grouped_isa grouped_avx2, grouped_avx512, grouped_avx512bf16;
 
 #endif

@@ -5,8 +5,6 @@
  * error of the last step, y - scale * sign(y), is computed again in registers. An element whose `inverse` is 0 is not stepped
  * (padding, masks, weights whose gradient was always 0): its y stays 0 and does not count for the scale. `partly` has a 1 for each
  * block with such elements; the others skip the tests. y is never -0, because a sum is -0 only if all of its terms are. */
-#include <math.h>
-
 #define SIGN_BLOCK 512
 #define SIGN_NBYTES (2 + SIGN_BLOCK / 8)
 #define SIGNS_AHEAD 1024 /* elements to prefetch: hardware stops at pages */
@@ -21,6 +19,14 @@ INLINE float half_scale(float scale, uint8_t *record) /* rounds to bf16, ties to
     memcpy(&scale, &word, sizeof scale);
     return scale;
 }
+
+/* DO with the dtype as a constant. */
+#define FOR_DTYPE(DO, dtype, ...)                                                                                       \
+    switch (dtype) {                                                                                                    \
+    case DTYPE_BF16: DO(__VA_ARGS__, DTYPE_BF16); break;                                                                \
+    case DTYPE_F32: DO(__VA_ARGS__, DTYPE_F32); break;                                                                  \
+    default: DO(__VA_ARGS__, DTYPE_F16);                                                                                \
+    }
 
 INLINE uint32_t bits_at(const uint8_t *record, int k) { return (uint32_t)record[2 + k / 8] | (uint32_t)record[3 + k / 8] << 8; }
 
@@ -86,12 +92,7 @@ INLINE void worker_blocks(const struct onebit *s, int64_t block, int64_t stop, i
  * exchange, and is overwritten. numel is a multiple of 512. */
 TARGET static void onebit_worker(const struct onebit *s, int64_t start, int64_t stop)
 {
-    if (s->dtype == DTYPE_BF16)
-        worker_blocks(s, start / SIGN_BLOCK, stop / SIGN_BLOCK, DTYPE_BF16);
-    else if (s->dtype == DTYPE_F32)
-        worker_blocks(s, start / SIGN_BLOCK, stop / SIGN_BLOCK, DTYPE_F32);
-    else
-        worker_blocks(s, start / SIGN_BLOCK, stop / SIGN_BLOCK, DTYPE_F16);
+    FOR_DTYPE(worker_blocks, s->dtype, s, start / SIGN_BLOCK, stop / SIGN_BLOCK)
 }
 
 INLINE void server_block(const struct onebit *s, int64_t block, float *sizes, int partly)
@@ -140,7 +141,7 @@ INLINE void update_block(const struct onebit *s, int64_t block, int dtype, int h
     }
 }
 
-INLINE void update_blocks(const struct onebit *s, int64_t block, int64_t stop, int dtype, int has_out)
+INLINE void update_blocks(const struct onebit *s, int64_t block, int64_t stop, int has_out, int dtype)
 {
     const int stream = has_out && (uintptr_t)s->out % 64 == 0; /* to weights that are read later */
     for (; block < stop; ++block)
@@ -158,11 +159,7 @@ INLINE void update_blocks(const struct onebit *s, int64_t block, int64_t stop, i
 TARGET static void onebit_update(const struct onebit *s, int64_t start, int64_t stop)
 {
     if (!s->out)
-        update_blocks(s, start / SIGN_BLOCK, stop / SIGN_BLOCK, DTYPE_F32, 0);
-    else if (s->dtype == DTYPE_BF16)
-        update_blocks(s, start / SIGN_BLOCK, stop / SIGN_BLOCK, DTYPE_BF16, 1);
-    else if (s->dtype == DTYPE_F32)
-        update_blocks(s, start / SIGN_BLOCK, stop / SIGN_BLOCK, DTYPE_F32, 1);
+        update_blocks(s, start / SIGN_BLOCK, stop / SIGN_BLOCK, 0, DTYPE_F32);
     else
-        update_blocks(s, start / SIGN_BLOCK, stop / SIGN_BLOCK, DTYPE_F16, 1);
+        FOR_DTYPE(update_blocks, s->dtype, s, start / SIGN_BLOCK, stop / SIGN_BLOCK, 1)
 }

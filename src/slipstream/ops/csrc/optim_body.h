@@ -17,8 +17,6 @@
  * two numbers each. Weights use an element's own number, both states the other number of its word.
  */
 
-#include "optim.h"
-
 #define AHEAD 512 /* elements */
 
 enum { ANY = -1, NONE = -2 }; /* further kinds of an array: not known at compile time; no such array */

@@ -24,11 +24,11 @@ enum isa slipstream_best_isa(void)
         return PORTABLE;
     if (!(extended & bit_AVX512F) || (saved_registers() & zmm) != zmm)
         return AVX2;
-    if (!KNOWS_AVX512VNNI || (extended & wide) != wide || !(more & bit_AVX512VNNI))
+    if (!KNOWS_avx512vnni || (extended & wide) != wide || !(more & bit_AVX512VNNI))
         return AVX512;
     if (a >= 1)
         __get_cpuid_count(7, 1, &dots, &b, &c, &d);
-    return KNOWS_AVX512BF16 && (dots & bf16) ? AVX512BF16 : AVX512VNNI;
+    return KNOWS_avx512bf16 && (dots & bf16) ? AVX512BF16 : AVX512VNNI;
 }
 
 /* Intel's cores add two products in fp32 per cycle and lane, and start a dot product of two pairs of bf16 every second cycle: half as

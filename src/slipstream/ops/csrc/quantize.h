@@ -24,7 +24,6 @@ struct grid {
 };
 
 struct quantize_isa {
-    const char *name;
     /* w [rows][columns] <-> codes of its shape, a scale for each row. */
     void (*to_int8)(const char *w, int dtype, int64_t rows, int64_t columns, int8_t *codes, float *scales);
     void (*from_int8)(float *w, int64_t rows, int64_t columns, const int8_t *codes, const float *scales);
@@ -38,8 +37,6 @@ struct quantize_isa {
     void (*to_grid)(const struct grid *grid, const char *w, char *out, int64_t numel, float scale, float zero);
 };
 
-extern const struct quantize_isa *const quantize_avx512;
-extern const struct quantize_isa *const quantize_avx2;
-extern const struct quantize_isa *const quantize_portable;
+extern const struct quantize_isa quantize_portable, quantize_avx2, quantize_avx512;
 
 #endif

@@ -1,4 +1,4 @@
-/* Sampling a token from one row of logits, over 16 fp32 lanes; included after decoder_body.h. The numpy twin inference/sampler.py
+/* Sampling a token from one row of logits, over 16 fp32 lanes; included by forward.c. The numpy twin inference/sampler.py
  * gives the reasons. A row's sums are over fixed blocks, whatever else is sampled.
  *
  * Weights (probabilities up to a factor, the largest is 1) are not stored: a row is read once for its largest logit and once for

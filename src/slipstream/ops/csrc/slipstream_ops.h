@@ -1,7 +1,7 @@
 /* Definitions shared by the native kernels: element types, argument records, the function table of an instruction set.
  *
- * Plain C11 with a C ABI: no Python.h, no libtorch. vec_{avx512,avx2,portable}.h define 16 fp32 lanes each. kernels.h and
- * optim_body.h are written once and compiled per instruction set; dispatch.c selects a table at run time.
+ * Plain C11 with a C ABI: no Python.h, no libtorch. vec_*.h define 16 fp32 lanes each. Kernels are written
+ * once and compiled for each instruction set (isa.h); dispatch.c selects a table at run time.
  *
  * [Note: Same bits everywhere] Every instruction set, and the torch twin, performs the same IEEE operations in the same
  * order: no fused multiply-add in fp32 (-ffp-contract=off), division and square root correctly rounded, sums of
@@ -50,8 +50,7 @@ struct onebit {
     int dtype;
 };
 
-struct kernels {
-    const char *name;
+struct kernels_isa {
     /* Elements [start, stop), at most one BLOCK; returns the sum of squares of the elements written. */
     double (*sum_block)(const struct sum_args *args, int64_t start, int64_t stop, int source, int target);
     /* nbytes is a multiple of 256 and dst is 64-byte aligned. */
@@ -70,20 +69,23 @@ enum { ONEBIT_WORKER, ONEBIT_SERVER, ONEBIT_UPDATE };
 
 enum isa { PORTABLE, AVX2, AVX512, AVX512VNNI, AVX512BF16 };
 
-/* Whether the compiler supports the instructions. If not, that decoder is not built and the processor is treated as lacking
- * them. */
-#if defined(__clang__)
-#define KNOWS_AVX512VNNI (__clang_major__ >= 7)
-#define KNOWS_AVX512BF16 (__clang_major__ >= 9)
-#else
-#define KNOWS_AVX512VNNI (__GNUC__ >= 8)
-#define KNOWS_AVX512BF16 (__GNUC__ >= 10)
-#endif
 enum isa slipstream_best_isa(void), slipstream_default_isa(void); /* processor.c */
+enum isa slipstream_set(void); /* the one in use: dispatch.c */
 
-/* NULL if the compiler does not target that architecture. */
-extern const struct kernels *const kernels_avx512;
-extern const struct kernels *const kernels_avx2;
-extern const struct kernels *const kernels_portable;
+/* Whether the compiler knows the instructions. If not, the processor is treated as lacking them. */
+#define KNOWS_portable 1
+#if defined(__x86_64__)
+#define KNOWS_avx2 1
+#define KNOWS_avx512 1
+#if defined(__clang__)
+#define KNOWS_avx512vnni (__clang_major__ >= 7)
+#define KNOWS_avx512bf16 (__clang_major__ >= 9)
+#else
+#define KNOWS_avx512vnni (__GNUC__ >= 8)
+#define KNOWS_avx512bf16 (__GNUC__ >= 10)
+#endif
+#endif
+
+extern const struct kernels_isa kernels_portable, kernels_avx2, kernels_avx512;
 
 #endif

@@ -38,15 +38,12 @@ struct sparse {
 };
 
 struct sparse_isa {
-    const char *name;
     /* Items [begin, end); item batch * num_kv_heads + kv_head has the queries of all heads of its group. Returns 0 if there is no
      * memory. */
     int (*forward)(const struct sparse *s, int64_t begin, int64_t end);
     int (*backward)(const struct sparse *s, int64_t begin, int64_t end);
 };
 
-extern const struct sparse_isa *const sparse_avx512;
-extern const struct sparse_isa *const sparse_avx2;
-extern const struct sparse_isa *const sparse_portable;
+extern const struct sparse_isa sparse_portable, sparse_avx2, sparse_avx512;
 
 #endif

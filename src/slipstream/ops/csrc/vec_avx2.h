@@ -1,9 +1,10 @@
-/* 16 fp32 lanes in two AVX2 registers. See kernels.h for the meaning of each operation. */
+/* 16 fp32 lanes in two AVX2 registers. See kernels.c for the meaning of each operation. */
 #include <immintrin.h>
 
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define KNOW_RECIPES 1 /* of the optimizers: optim_body.h */
+#define FOR_AVX2 1
 
 /* The decoder's tiles: see decoder_products.h. */
 #define WIDE 2

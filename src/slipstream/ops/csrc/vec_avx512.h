@@ -1,4 +1,4 @@
-/* 16 fp32 lanes in one AVX-512F register. See kernels.h for the meaning of each operation. */
+/* 16 fp32 lanes in one AVX-512F register. See kernels.c for the meaning of each operation. */
 #include <immintrin.h>
 
 #ifndef TARGET /* vec_avx512vnni.h and vec_avx512bf16.h define it with more features, and their own products of codes */

@@ -1,5 +1,5 @@
 /* 16 fp32 lanes for any processor, in the vector extensions of gcc and clang, which compile to the machine's instructions
- * (SSE2, NEON). Half precision is converted in integer arithmetic. See kernels.h for the meaning of each operation. */
+ * (SSE2, NEON). Half precision is converted in integer arithmetic. See kernels.c for the meaning of each operation. */
 #include <math.h>
 #include <string.h>
 
@@ -67,7 +67,7 @@ INLINE vec vec_pow2(vec n)
     float lanes[16];
     memcpy(lanes, &n, sizeof lanes);
     for (int lane = 0; lane < 16; ++lane) {
-        const int32_t bits = ((int32_t)lanes[lane] + 127) * (1 << 23);
+        const uint32_t bits = ((uint32_t)(int32_t)lanes[lane] + 127) << 23;
         memcpy(&lanes[lane], &bits, sizeof bits);
     }
     memcpy(&n, lanes, sizeof lanes);
@@ -102,11 +102,11 @@ INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
 }
 /* 16 columns of 4 unsigned bytes of at most 6 bits: some bits of each byte at p; all bits of two. And their products. */
 typedef uint8_t code_bytes __attribute__((vector_size(64)));
-INLINE code_bytes masked_at(const void *p, const int shift, const int mask)
+INLINE code_bytes masked_at(const void *p, const int shift, const int bits)
 {
     code_bytes v;
     memcpy(&v, p, sizeof v);
-    return (v >> shift) & (uint8_t)mask;
+    return (v >> shift) & (uint8_t)bits;
 }
 INLINE code_bytes either(code_bytes a, code_bytes b) { return a | b; }
 INLINE ivec dot_bytes(ivec sum, code_bytes w, const int8_t *x)

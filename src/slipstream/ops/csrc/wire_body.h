@@ -148,21 +148,12 @@ TARGET static double wire_sum(const struct sum_args *args, int64_t start, int64_
             }
         }
         for (int64_t k = 0; k < width; k += 16) {
-            const int64_t present = width - k < 16 ? width - k : 16;
-            char rest[16 * sizeof(float)] = {0}, *to = (char *)args->out + (at + k) * size;
-            vec v = vec_mul(load_f32(sums + k), alpha);
-            if (present < 16) { /* lanes past the end count as zeros */
-                float kept[16] = {0};
-                store_f32(sums + k, v, 0);
-                memcpy(kept, sums + k, (size_t)present * sizeof(float));
-                v = load_f32(kept);
-                memcpy(rest, to, (size_t)(present * size));
-            }
+            const int64_t present = width - k;
+            char *const to = (char *)args->out + (at + k) * size;
+            vec v = vec_mul(load_part(sums + k, present, DTYPE_F32), alpha); /* lanes past the end count as zeros */
             if (args->accumulate)
-                v = vec_add(v, load_vec(present < 16 ? rest : to, target));
-            v = store_vec(present < 16 ? rest : to, v, target, 0);
-            if (present < 16)
-                memcpy(to, rest, (size_t)(present * size));
+                v = vec_add(v, load_part(to, present, target));
+            v = store_part(to, v, present, target);
             squares = vec64_add_squares(squares, v);
         }
     }

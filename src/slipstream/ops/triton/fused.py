@@ -1,4 +1,4 @@
-"""A transformer layer's passes between products, forward and backward: what `csrc/fused_body.h` computes on CPUs.
+"""A transformer layer's passes between products, forward and backward: what `csrc/fused.c` computes on CPUs.
 
 `ops.fused` calls `run` with the arrays and numbers of `struct fused`, but that biases and weights of norms have their own dtypes
 and no padding. Rows have `columns` elements without gaps; arithmetic is fp32. Gradients of columns are sums over the rows of a
@@ -135,7 +135,7 @@ def _activated(x, KIND: tl.constexpr):
         slope = share + y * (1 - share)
     else:
         slope = (x > 0).to(tl.float32)
-        y = x * slope
+        y = tl.where(x < 0, 0.0, x)  # NaN stays
     return y, slope
 
 
@@ -394,7 +394,7 @@ _PASSES: tuple[Callable[..., dict[str, Tensor]], ...] = (
     _run_activate,
     _run_activate_backward,
     _run_rotate,
-)  # in the order of fused_body.h
+)  # in the order of csrc/fused.c
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Block-sparse attention, forward and backward: what `csrc/sparse_body.h` computes on CPUs. `ops.block_sparse` calls it.
+"""Block-sparse attention, forward and backward: what `csrc/sparse.c` computes on CPUs. `ops.block_sparse` calls it.
 
 A program of `_forward` and `_query_grads` has ROWS neighboring queries of a head, and walks the keys that its tile of the layout
 lists in panels of 16, KEYS at a time, whatever the size of a block; one of `_key_grads` has ROWS keys, and walks the queries of all

@@ -1,9 +1,13 @@
-/* The forward, written once over 16 fp32 lanes; decoder_*.c compile it for their instruction sets. See decoder.h for
- * the order of every sum. */
+/* The forward, written once over 16 fp32 lanes. See decoder.h for the order of every sum. */
+#include "decoder.h"
+#include "isa.h"
+
+#if KNOWN
 #include "decoder_products.h"
 
 #include "decoder_attention.h"
 #include "decoder_embed.h"
+#include "sample_body.h"
 
 /* ---- rows of a thread ---- */
 
@@ -661,3 +665,6 @@ TARGET static void linear(const struct linear *of, struct team *team, int thread
         multiply(&job, 1, worker);
     }
 }
+#endif
+
+const struct decoder_isa OF_ISA(decoder) = TABLE(run, linear, choose);

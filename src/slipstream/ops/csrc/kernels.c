@@ -1,31 +1,14 @@
-/* The kernels, written once over 16 fp32 lanes; each kernels_*.c compiles them for its instruction set.
+/* The kernels of training over flat arrays, written once over 16 fp32 lanes.
  *
  * A vec_*.h defines `vec` (16 lanes), arithmetic on it, load_/store_ for each dtype (a store returns the rounded values; with
  * `stream` it bypasses the caches), `vec64` (16 fp64 lanes) and copy_256_bytes.
  * A branch per group of elements selects the dtype and is predicted after the first: a loop compiled for each combination of
  * dtypes made the library twenty times as large and took minutes to build.
  */
-#include "slipstream_ops.h"
+#include "optim.h"
+#include "isa.h"
 
-#include <string.h>
-
-INLINE int64_t itemsize(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
-
-INLINE vec load_vec(const char *p, int dtype)
-{
-    if (dtype == DTYPE_BF16)
-        return load_bf16(p);
-    return dtype == DTYPE_F32 ? load_f32(p) : load_f16(p);
-}
-
-INLINE vec store_vec(char *p, vec a, int dtype, int stream)
-{
-    if (dtype == DTYPE_BF16)
-        return stream ? store_bf16(p, a, 1) : store_bf16(p, a, 0);
-    if (dtype == DTYPE_F32)
-        return stream ? store_f32(p, a, 1) : store_f32(p, a, 0);
-    return stream ? store_f16(p, a, 1) : store_f16(p, a, 0);
-}
+#if KNOWN
 
 /* ---- sum_ranks: out = round(alpha * (sources in rank order) [+ out]) ---- */
 
@@ -123,3 +106,10 @@ TARGET static void copy(char *dst, const char *src, int64_t nbytes)
         copy_256_bytes(dst + i, src + i);
     fence_streams();
 }
+
+#include "optim_body.h"
+#include "wire_body.h"
+#include "onebit_body.h"
+#endif
+
+const struct kernels_isa OF_ISA(kernels) = TABLE(sum_block, copy, step, wire_encode, wire_sum, {onebit_worker, onebit_server, onebit_update});
