@@ -120,6 +120,14 @@ def test_activations_and_mlps(kind: Any, dtype: torch.dtype, implementation: str
                 check(grads_of(out, leaves), grads_of(twin, leaves), dtype)
 
 
+def test_activations_of_what_is_not_finite(implementation: str) -> None:
+    """NaN stays, and the ReLU of -inf, of a product that overflowed, is 0 as in torch."""
+    x = torch.tensor([math.nan, math.inf, -math.inf, -1.0]).repeat(3, 5).half().requires_grad_()
+    assert all(fused.activation(x, kind)[:, ::4].isnan().all() for kind in fused.ACTIVATIONS)
+    out, twin = fused.activation(x, "relu"), F.relu(x)
+    assert torch.equal(out.nan_to_num(7), twin.nan_to_num(7))
+
+
 def test_rotary_positions(implementation: str) -> None:
     torch.manual_seed(2)
     x = torch.randn(2, 6, 3, 24, requires_grad=True)
@@ -466,8 +474,11 @@ def test_the_loss_keeps_a_number_for_each_row() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        fused.cross_entropy(logits, torch.arange(64))
+        loss = fused.cross_entropy(logits, torch.arange(64))
     assert sum(kept) < 64 * 1000 / 10
+    (grad,) = torch.autograd.grad(loss.square(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):  # no silent zeros
+        (loss + grad.float().square().sum()).backward()
     with pytest.raises(ValueError, match=r"target \(3,\)"):
         fused.cross_entropy(logits, torch.arange(3))
     with pytest.raises(ValueError, match=r"label_smoothing 2.0"):

@@ -720,7 +720,7 @@ class NativeDecoder:
             return None
         rank = max(adapter.rank for adapter in used)
         if self._low.numel() < (numel := batch.num_tokens * len(ROLES) * rank):
-            self._low = torch.empty(numel)
+            self._low = torch.empty(numel, dtype=torch.float32, device="cpu")
         self._batch.low, self._batch.low_size = self._low.data_ptr(), rank
         rows, tiles = array("Q"), array("i")
         for adapter, chunks in groupby(batch.chunks, key=lambda chunk: chunk.request.adapter):

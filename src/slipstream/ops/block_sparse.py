@@ -21,7 +21,7 @@ from slipstream.ops import build, cpu, gpu
 PANEL = 16  # queries or keys; the kernels' unit, and the smallest block
 _MOST = 4  # panels of queries in a tile
 MOST_DIM = 256
-_LEAST = -1e30  # a score below it is masked: LOW in csrc/sparse_body.h
+_LEAST = -1e30  # a score below it is masked: LOW in csrc/sparse.c
 
 
 class _Heads(ctypes.Structure):
@@ -106,16 +106,15 @@ class BlockLayout:
         per, starts, tiles, panels, at = self.block // PANEL, [0], [], [], 0
         for rows in blocks:
             for first, count, columns in runs(rows, per):
-                listed = (columns[:, None] * per + torch.arange(per)).view(-1)
+                listed = (columns[:, None] * per + torch.arange(per, device=rows.device)).view(-1)
                 if self.causal:
                     listed = listed[listed >= first if of_keys else listed < first + count]
                 tiles.append((first, count, at, at + len(listed)))
                 panels.append(listed)
                 at += len(listed)
             starts.append(len(tiles))
-        return _Tiles(
-            torch.tensor(tiles, dtype=torch.int32), torch.cat(panels or [torch.empty(0)]).to(torch.int32), torch.tensor(starts)
-        )
+        listed = torch.cat(panels or [blocks.new_empty(0)]).to(torch.int32)
+        return _Tiles(torch.tensor(tiles, dtype=torch.int32, device="cpu"), listed, torch.tensor(starts, device="cpu"))
 
 
 _Runs = Callable[[Tensor, int], Iterator[tuple[int, int, Tensor]]]

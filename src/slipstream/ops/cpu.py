@@ -111,17 +111,21 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
         return reference.sum_ranks(out, sources, alpha=alpha, accumulate=accumulate)
     stream = not accumulate and numel * out_width >= STREAM_BYTES and start not in pointers
     mode = source | target << 2 | accumulate << 4 | stream << 5
-    array = ctypes.c_void_p * len(pointers)
-    if numel < 2 * THREAD_NUMEL or (threads := torch.get_num_threads()) == 1:
-        sumsq = kernels.sum_ranks(start, array(*pointers), len(pointers), numel, mode, alpha, None)
-        return Partial(sumsq, math.isfinite(sumsq))
+    return summed(kernels.sum_ranks, out, pointers, lambda begin: begin * width, mode, alpha)
 
-    blocks = (ctypes.c_double * -(-numel // BLOCK))()
+
+def summed(kernel: Any, out: Tensor, pointers: Sequence[int], nbytes: Callable[[int], int], mode: int, alpha: float) -> Partial:
+    """Call a kernel that adds sources to `out`, in threads. nbytes: of so many elements of a source."""
+    numel, start, array = out.numel(), out.data_ptr(), ctypes.c_void_p * len(pointers)
+    if numel < 2 * THREAD_NUMEL or (threads := torch.get_num_threads()) == 1:
+        sumsq = kernel(start, array(*pointers), len(pointers), numel, mode, alpha, None)
+        return Partial(sumsq, math.isfinite(sumsq))
+    width, blocks = out.element_size(), (ctypes.c_double * -(-numel // BLOCK))()
 
     def run(begin: int, end: int) -> None:
-        shifted = array(*(pointer + begin * width for pointer in pointers))
+        shifted = array(*(pointer + nbytes(begin) for pointer in pointers))
         partials = ctypes.addressof(blocks) + begin // BLOCK * ctypes.sizeof(ctypes.c_double)
-        kernels.sum_ranks(start + begin * out_width, shifted, len(pointers), end - begin, mode, alpha, partials)
+        kernel(start + begin * width, shifted, len(pointers), end - begin, mode, alpha, partials)
 
     in_threads(run, numel, threads)
     sumsq = added(blocks)  # in order, as the kernel adds them
@@ -166,7 +170,7 @@ def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
         return reference.quantize_int8(w)
     w = w.contiguous()
     rows, columns = w.shape
-    codes, scale = torch.empty_like(w, dtype=torch.int8), torch.empty(rows)
+    codes, scale = torch.empty_like(w, dtype=torch.int8), w.new_empty(rows, dtype=torch.float32)
     in_groups(kernels.quantize_int8, w, (DTYPES[w.dtype], columns), (codes, scale), rows, BLOCK // max(columns, 1) + 1)
     return codes, scale
 
@@ -176,9 +180,9 @@ def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
     kernels = _kernels()
     if kernels is None or not codes.is_cpu:
         return reference.dequantize_int8(codes, scale)
-    codes, scale = codes.contiguous(), scale.contiguous()
+    codes, scale = codes.contiguous(), scale.float().contiguous()
     rows, columns = codes.shape
-    w = torch.empty(rows, columns)
+    w = scale.new_empty(rows, columns)
     in_groups(kernels.dequantize_int8, w, (columns,), (codes, scale), rows, THREAD_NUMEL // max(columns, 1) + 1)
     return w
 
@@ -198,8 +202,8 @@ def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     if kernels is None or not w.is_cpu:
         return reference.quantize_int4(w, group)
     w = w.contiguous()
-    codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
-    scale, low = torch.empty(2, rows, columns // group)
+    codes = w.new_empty(rows, columns // 2, dtype=torch.uint8)
+    scale, low = w.new_empty(2, rows, columns // group, dtype=torch.float32)
     in_groups(kernels.quantize_int4, w, (DTYPES[w.dtype], group), (codes, scale, low), scale.numel(), BLOCK // group)
     return codes, scale, low
 
@@ -210,7 +214,7 @@ def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
     if kernels is None or not codes.is_cpu:
         return reference.dequantize_int4(codes, scale, low)
     codes, scale, low = codes.contiguous(), scale.float().contiguous(), low.float().contiguous()
-    w = torch.empty(len(codes), 2 * codes.shape[1])
+    w = scale.new_empty(len(codes), 2 * codes.shape[1])
     group = w.shape[1] // max(scale.shape[1], 1)
     least = THREAD_NUMEL // max(group, 1) + 1
     in_groups(kernels.dequantize_int4, w, (group,), (codes, scale, low), scale.numel(), least)

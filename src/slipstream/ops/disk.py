@@ -285,7 +285,7 @@ def aligned(nbytes: int) -> Tensor:
     if nbytes % ALIGNMENT:
         raise ValueError(f"nbytes ({nbytes}) must be a multiple of {ALIGNMENT}; round it up")
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # untouched pages use no memory
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE
     if nbytes >= _HUGE:

@@ -6,7 +6,7 @@ mlp         two (gated: three) products with the activation between; the backwar
 rotary      rotary positions of queries and keys
 cross_entropy  the loss of logits, without copies of them in fp32
 
-CPU tensors of fp32, bf16 and fp16 go to native kernels (`csrc/fused_body.h`), those of GPUs to Triton's (`ops/triton/fused.py`),
+CPU tensors of fp32, bf16 and fp16 go to native kernels (`csrc/fused.c`), those of GPUs to Triton's (`ops/triton/fused.py`),
 others to the same functions in torch. Arithmetic is fp32, and each result is rounded once. Weights of norms and biases may have
 another dtype than the activations.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -91,7 +91,7 @@ def _run(
     pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def run(begin: int, end: int) -> None:
-        own = torch.zeros(len(wanted), padded)
+        own = x.new_zeros(len(wanted), padded, dtype=torch.float32)
         s = _FusedArrays(dtype=cpu.DTYPES[x.dtype], **pointers, **numbers)
         for name, each in zip(wanted, own, strict=True):
             setattr(s, name, each.data_ptr())
@@ -131,7 +131,7 @@ def kept(seed: int, rows: int, columns: int, dropout: float, device: torch.devic
     x = _product(x ^ x >> 15, 0x846CA68B)
     x = x ^ x >> 16
     numbers = torch.stack([x & 0xFFFF, x >> 16], -1).view(rows, -1)[:, :columns]
-    return (numbers >= least) * (65536.0 / (65536 - least))
+    return (numbers >= least).float() * (65536.0 / (65536 - least))
 
 
 def _product(x: Tensor, by: int) -> Tensor:
@@ -189,7 +189,7 @@ def _sum_forward(
     total = torch.empty_like(x) if adds else x
     has_norm = call.norm != "none"
     out = torch.empty_like(x) if has_norm else total
-    stats = torch.empty((len(x), 2) if has_norm else 0, device=x.device)
+    stats = x.new_empty((len(x), 2) if has_norm else 0, dtype=torch.float32)
     columns = {"bias": _column(bias), "weight": _column(weight), "shift": _column(shift)}
     arrays = {"x": x, "residual": residual, "sum": total, "out": out, "stats": stats, **columns}
     numbers = {"columns": x.shape[1], "eps": call.eps, "least": _least(call.dropout), "seed": call.seed}
@@ -232,17 +232,24 @@ def _sum_backward(
     return _SumGrads(d_sum if dx is None else dx, d_sum, *(found.get(name) for name in ("dbias", "dweight", "dshift")))
 
 
+def _through(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor) -> tuple[Tensor, list[Any]]:
+    """function(*inputs) in torch, of fp32, and the gradients of the inputs that are not None."""
+    with torch.enable_grad():
+        leaves = [None if each is None else each.detach().float().requires_grad_() for each in inputs]
+        out = function(*leaves)
+    found = iter(torch.autograd.grad(out, [each for each in leaves if each is not None], grad.float()))
+    return out.detach(), [None if each is None else next(found) for each in leaves]
+
+
 def _sum_backward_torch(
     saved: Tensor, weight: Tensor | None, shift: Tensor | None, grad: Tensor | None, sum_grad: Tensor | None, call: _Sum
 ) -> _SumGrads:
     d_weight = d_shift = None
     d_sum: Any = None if sum_grad is None else sum_grad.float()
     if grad is not None and weight is not None:
-        with torch.enable_grad():
-            leaves = [each.detach().float().requires_grad_() for each in (saved, weight, shift) if each is not None]
-            out = _normalized(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None, call.norm, call.eps)
-        through, d_weight, *rest = torch.autograd.grad(out, leaves, grad.float())
-        d_shift = rest[0] if rest else None
+        _, (through, d_weight, d_shift) = _through(
+            lambda x, w, b: _normalized(x, w, b, call.norm, call.eps), (saved, weight, shift), grad
+        )
         d_sum = through if d_sum is None else d_sum + through
     dx = d_sum * kept(call.seed, len(saved), saved.shape[1], call.dropout, saved.device) if call.dropout else d_sum
     d_bias = dx.sum(0) if call.has_bias else None
@@ -362,15 +369,10 @@ def _activate_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, up and bias; writes the output once more into `out`. Overwrites `grad`."""
     if not _is_native(x):
-        with torch.enable_grad():
-            leaves = [each.detach().float().requires_grad_() for each in (x, up, bias) if each is not None]
-            rest = iter(leaves[1:])
-            wide_up, wide_bias = (None if each is None else next(rest) for each in (up, bias))
-            y = _activated(leaves[0], wide_bias, wide_up, kind)
+        y, (dx, d_bias, d_up) = _through(functools.partial(_activated, kind=kind), (x, bias, up), grad)
         if out is not None:
-            out.copy_(y.detach())
-        found = iter(torch.autograd.grad(y, leaves, grad.float()))
-        return next(found).to(x.dtype), None if up is None else next(found).to(x.dtype), None if bias is None else next(found)
+            out.copy_(y)
+        return dx.to(x.dtype), None if d_up is None else d_up.to(x.dtype), d_bias
     d_up = None if up is None else torch.empty_like(x)
     arrays = {"x": x, "bias": _column(bias), "residual": up, "grad": grad, "dx": grad, "dsum": d_up, "out": out}
     numbers = {"kind": ACTIVATIONS[kind], "columns": x.shape[1]}
@@ -536,9 +538,9 @@ def cross_entropy(
     """`F.cross_entropy(logits.float(), target, ...)`, an fp32 scalar, that keeps a number for each row in place of fp32 logits.
 
     logits: [N, V], fp32, bf16 or fp16; target: int64 [N], classes or `ignore_index`. The backward computes the probabilities again,
-    tile by tile, and writes the gradient in the logits' dtype. Raises ValueError for other shapes, targets of another dtype, or a
-    label_smoothing outside [0, 1]; IndexError, or torch's RuntimeError without native kernels, for targets outside the classes.
-    Kernels of GPUs, which nothing waits for, make the loss and the gradients of such rows NaN.
+    tile by tile, and writes the gradient in the logits' dtype. No second derivative. Raises ValueError for other shapes, targets of
+    another dtype, or a label_smoothing outside [0, 1]; IndexError, or torch's RuntimeError without native kernels, for targets
+    outside the classes. Kernels of GPUs, which nothing waits for, make the loss and the gradients of such rows NaN.
     """
     if target.dtype is not torch.int64:  # whose memory the kernels read
         raise ValueError(f"cross_entropy: target is {target.dtype}; it must be torch.int64: pass target.long()")
@@ -564,6 +566,7 @@ class _RowLoss(torch.autograd.Function):
         return torch.where(counted, losses, 0.0).sum()
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, target, counted, ends = ctx.saved_tensors
         kernels = _kernels(logits)

@@ -57,7 +57,7 @@ def group_ends(w: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     if not _is_native(w):
         flat = w.reshape(groups, -1)
         return flat.amin(1).float(), flat.amax(1).float()
-    w, ends = w.contiguous(), torch.empty(groups, _pieces(w, groups), 2)
+    w, ends = w.contiguous(), w.new_empty(groups, _pieces(w, groups), 2, dtype=torch.float32)
     _run("slipstream_ends", w, groups, ends=ends.data_ptr())
     return ends[..., 0].amin(1), ends[..., 1].amax(1)
 

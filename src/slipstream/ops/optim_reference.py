@@ -63,7 +63,8 @@ class Blocks(NamedTuple):
     @classmethod
     def zeros(cls, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> "Blocks":
         """dtype: int8 for a first state, uint8 for a second."""
-        return cls(torch.zeros(numel, dtype=dtype, device=device), torch.zeros(-(-numel // CODED), device=device))
+        codes = torch.zeros(numel, dtype=dtype, device=device)
+        return cls(codes, codes.new_zeros(-(-numel // CODED), dtype=torch.float32))
 
     def span(self, start: int, stop: int) -> "Blocks":
         """Elements [start, stop), as views. Raises ValueError unless both are multiples of 256; `stop` may also be the end."""

@@ -73,7 +73,7 @@ class Pool:
         with self._lock:
             if not self.blocks or self._used + nbytes > self.blocks[-1].nbytes:
                 size = max(nbytes, _BLOCK_NBYTES)
-                block = torch.empty(size + _HUGE_NBYTES, dtype=torch.uint8)
+                block = torch.empty(size + _HUGE_NBYTES, dtype=torch.uint8, device="cpu")
                 self.blocks.append(block[-block.data_ptr() % _HUGE_NBYTES :][:size])
                 self._used = 0
                 _advise_huge(self.blocks[-1])

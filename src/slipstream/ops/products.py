@@ -52,7 +52,7 @@ def linear(x: Tensor, record: MatrixRecord, bias: Tensor | None) -> Tensor:
     `record`: with addresses of panels. `bias`: fp32, padded as columns are (`matrices.bias_table`).
     """
     x, (rows, features), columns = x.contiguous(), x.shape, record.num_columns
-    y = torch.empty(rows, columns)
+    y = x.new_empty(rows, columns)
     small = columns * rows * features < _ALONE
     team = _team(1 if small else torch.get_num_threads(), os.getpid())
     bias_at = None if bias is None else bias.data_ptr()
@@ -85,6 +85,6 @@ def _by_triton(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
     weight, *more = matrix if isinstance(matrix, Codes) else (matrix,)
     scale, low = (*(part.float() for part in more), None, None)[:2]
     slices = kernels.num_slices(len(weight), x.shape[1])
-    out = torch.empty(slices, len(x), len(weight), device=x.device)
+    out = x.new_empty(slices, len(x), len(weight), dtype=torch.float32)
     kernels.linear(x.contiguous(), weight, scale, low, bias, out, slices)
     return out.sum(0).to(x.dtype)

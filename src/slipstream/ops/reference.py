@@ -110,7 +110,7 @@ def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
-    out = torch.empty(*codes.shape, 2, device=codes.device)
+    out = scale.new_empty(*codes.shape, 2, dtype=torch.float32)
     step = _rows_per_span(codes)
     for rows, q, scales, lows in zip(*(tensor.split(step) for tensor in (out, codes, scale, low)), strict=True):
         rows[..., 0], rows[..., 1] = q & 15, q >> 4

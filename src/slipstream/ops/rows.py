@@ -71,7 +71,7 @@ def quantize_rows(w: Tensor, form: RowForm) -> Tensor:
         codes = (units * 127).round_().to(torch.int8).view(torch.uint8).flatten(1)[:, : form.columns]
         codes = F.pad(codes, (0, form.code_nbytes - form.columns))
     else:
-        table = torch.tensor(NF4, device=w.device)
+        table = torch.tensor(NF4, dtype=torch.float32, device=w.device)
         indices = torch.bucketize(units, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
         indices = F.pad(indices.flatten(1)[:, : form.columns], (0, 2 * form.code_nbytes - form.columns))
         codes = indices[:, ::2] | (indices[:, 1::2] << 4)
@@ -89,7 +89,7 @@ def _dequantize(packed: Tensor, bits: int, columns: int, block: int, dtype: torc
     kernels, code = cpu._kernels(), cpu.DTYPES.get(dtype)
     if kernels is None or code is None or block % 16 or not packed.is_cpu:
         return in_torch(packed, form, dtype)
-    packed, out = packed.contiguous(), torch.empty(len(packed), columns, dtype=dtype)
+    packed, out = packed.contiguous(), packed.new_empty(len(packed), columns, dtype=dtype)
     shape = (ctypes.c_int64 * 5)(bits, columns, block, form.code_nbytes, form.row_nbytes)
     least = cpu.THREAD_NUMEL // max(columns, 1) + 1
     cpu.in_groups(kernels.dequantize_rows, out, (code, shape), (packed, _pairs(packed.device)), len(packed), least)
@@ -122,8 +122,8 @@ def in_torch(packed: Tensor, form: RowForm, dtype: torch.dtype) -> Tensor:
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
     """fp32 [256, 2]: the two values that each byte of NF4 codes encodes."""
-    byte = torch.arange(256)
-    return torch.tensor(NF4)[torch.stack([byte & 15, byte >> 4], 1)].to(device)
+    byte = torch.arange(256, device=device)
+    return torch.tensor(NF4, dtype=torch.float32, device=device)[torch.stack([byte & 15, byte >> 4], 1)]
 
 
 def _up_to_bf16(x: Tensor) -> Tensor:

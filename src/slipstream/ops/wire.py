@@ -11,8 +11,6 @@ The last block has as many bytes as its elements need. Results are bit-identical
 
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops import cpu, reference
-from slipstream.ops.reference import BLOCK, Partial, added
+from slipstream.ops.reference import Partial
 
 WIRE_BLOCK = 256
 _NAN = 0x7FC0  # in bf16
@@ -74,17 +72,9 @@ def sum_coded(out: Tensor, sources: Sequence[Tensor], bits: int, *, alpha: float
     kernels = cpu._kernels()
     if kernels is None or not out.is_cpu:
         return _sum_coded(out, sources, bits, alpha, accumulate)
-    start, width, mode = out.data_ptr(), cpu.WIDTHS[dtype], bits | dtype << 4 | accumulate << 6
-    blocks = (ctypes.c_double * max(-(-numel // BLOCK), 1))()
-
-    def run(begin: int, end: int) -> None:
-        shifted = (ctypes.c_void_p * len(sources))(*(source.data_ptr() + nbytes(begin, bits) for source in sources))
-        partials = ctypes.addressof(blocks) + begin // BLOCK * ctypes.sizeof(ctypes.c_double)
-        kernels.wire_sum(start + begin * width, shifted, len(sources), end - begin, mode, alpha, partials)
-
-    cpu.in_threads(run, numel, torch.get_num_threads())
-    sumsq = added(blocks)
-    return Partial(sumsq, math.isfinite(sumsq))
+    pointers = [source.data_ptr() for source in sources]
+    mode = bits | dtype << 4 | accumulate << 6
+    return cpu.summed(kernels.wire_sum, out, pointers, lambda begin: nbytes(begin, bits), mode, alpha)
 
 
 def rescale(error: Tensor, factor: float) -> None:
@@ -157,7 +147,7 @@ def _encode(values: Tensor, out: Tensor, bits: int, feedback: Feedback | None) -
     if feedback is not None and old is not None:
         codes, scales = _units(records.flatten(), records.shape[0] * WIRE_BLOCK, bits)
         lost = x - codes * scales
-        kept = _record(old * feedback.beta + lost * (torch.tensor(1.0) - feedback.beta), 8)
+        kept = _record(old * feedback.beta + lost * (lost.new_tensor(1.0) - feedback.beta), 8)
         upper = kept[:, :2].to(torch.int32)
         broken = upper[:, :1] | upper[:, 1:] << 8
         kept = torch.where(broken == _NAN, 0, kept).flatten()

@@ -253,7 +253,7 @@ class MomentStore(Store):
     def __init__(self, codes: Store) -> None:
         self.codes, self.numel = codes, codes.numel
         device = "cpu" if codes.view(0, 0) is None else codes.get(0, 0).device
-        self.scales = torch.zeros(-(-codes.numel // _CODED), device=device)
+        self.scales = torch.zeros(-(-codes.numel // _CODED), dtype=torch.float32, device=device)
 
     def get(self, start: int, stop: int) -> Tensor:
         first, last = self._blocks(start, stop)

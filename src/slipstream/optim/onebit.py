@@ -497,8 +497,9 @@ class OneBitSteps(NativeSteps):
             self._thaw(unit, torch.ones_like(before.folded))
         states, sharded, device, dp = self.moments(unit).states, unit.placement.optim, unit.full.device, unit.comms.dp
         m, v = (unit.unsharded(states[name].whole(), sharded) for name in ("exp_avg", "exp_avg_sq"))
+        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         own, steps = _served(unit), max(self._updates(unit, (self.done or 0) - self._lags.get(unit, 0)), 1)
-        inverse, y, server = torch.zeros_like(v), torch.zeros_like(m), torch.zeros(own.stop - own.start, device=device)
+        inverse, y, server = torch.zeros_like(v), torch.zeros_like(m), zeros(own.stop - own.start)
         for i, slot in enumerate(unit.layout.slots):
             index, span = self.members[unit].groups[i], slice(*slot.span)
             if index is not None:
@@ -511,17 +512,17 @@ class OneBitSteps(NativeSteps):
             dp.reusable(before.wire)
             before.wire.tensor.zero_()
         elif unit.comms.data.exchange(torch.tensor([float(errors is not None)], dtype=torch.float64)).any():
-            e = torch.zeros(unit.optim_span[1] - unit.optim_span[0], device=device) if errors is None else errors.whole()
+            e = zeros(unit.optim_span[1] - unit.optim_span[0]) if errors is None else errors.whole()
             y += unit.unsharded(e, sharded)
         self._stale.discard(unit)
         self.frozen[unit] = Frozen(
             inverse=inverse,
             partly=onebit.partly(inverse),
             y=y,
-            scales=torch.zeros(count, device=device),
+            scales=zeros(count),
             wire=before.wire if before is not None else dp.allocate([(onebit.nbytes(unit.layout.numel), torch.uint8)])[0],
             server=server,
-            server_scales=torch.zeros(server.numel() // onebit.BLOCK, device=device),
+            server_scales=zeros(server.numel() // onebit.BLOCK),
             own=torch.zeros(onebit.nbytes(server.numel()), dtype=torch.uint8, device=device),
             levels=Levels.of(self._groups_of(unit)) if before is None else before.levels,
             folded=torch.ones(len(unit.params), dtype=torch.float64),

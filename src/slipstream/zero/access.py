@@ -111,13 +111,13 @@ def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
     slot = unit.layout.slots[i]
     part = slice(slot.offset, slot.offset + slot.numel)
     if unit.memory.local is not None:  # not reduced yet
-        total = torch.zeros(slot.numel, device=unit.full.device)
+        total = unit.full.new_zeros(slot.numel, dtype=torch.float32)
         if unit.window.is_in_local(i):
             total += unit.memory.local.tensor[part]
         sum_over(total, unit.comms.data.axis)
         return total.mul_(alpha * unit.comms.family.weight).view(slot.shape)
     if unit.grads is None or not unit.window.has_gradient:
-        return torch.zeros(slot.shape, device=unit.full.device)
+        return unit.full.new_zeros(slot.shape, dtype=torch.float32)
     total = unit.unsharded(unit.grads.whole().float(), unit.placement.grads)[part].to(unit.full.device)
     sum_over(total, unit.comms.dp_replicate.axis)
     return total.view(slot.shape)

@@ -143,7 +143,7 @@ class CodedTwice:
             return sum_coded(out, sources, self.bits, alpha=alpha * self.weight, accumulate=accumulate)
 
         def cross(sources: list[Tensor]) -> Pending[Partial]:
-            total = torch.empty(shares[-1], device=out.device)
+            total = out.new_empty(shares[-1], dtype=torch.float32)
             sum_coded(total, sources, self.bits)
             codes = torch.empty(wire_codes.nbytes(shares[-1], self.bits), dtype=torch.uint8, device=out.device)
             encode(total, codes, self.bits)

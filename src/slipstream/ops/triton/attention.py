@@ -190,8 +190,8 @@ def attend(
     block_size, kv_heads = keys.shape[1:3]
     ranges, num_tiles, width = num_ranges(tiles.context), len(tiles.row), max(16, triton.next_power_of_2(dim))
     block_dim = width if width <= _WIDEST[q.itemsize] else _CHUNK
-    sums = torch.empty(num_rows, num_heads, ranges, dim, device=q.device)
-    stats = torch.empty(num_rows, num_heads, ranges, 2, device=q.device)
+    sums = q.new_empty(num_rows, num_heads, ranges, dim, dtype=torch.float32)
+    stats = q.new_empty(num_rows, num_heads, ranges, 2, dtype=torch.float32)
     programs = min(ranges, max(1, _PROGRAMS // (num_tiles * kv_heads)))  # that share a tile's ranges
     shape: dict[str, Any] = {"WINDOW": window, "DIM": dim, "enable_fp_fusion": False}
     _attend[(num_tiles, kv_heads * -(-dim // block_dim), programs)](

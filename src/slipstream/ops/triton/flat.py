@@ -29,7 +29,8 @@ def _lerp(m, g, rate, FROM: tl.constexpr):
 
 @triton.jit
 def _step(  # KEEPS: keep is 1; FROM to NESTEROV: the flags of optim_reference
-    master, grad, first, second, out, num_elements, scale, keep, l2, rate, update_rate, beta, rest, correction2, eps, lr,
+    master, grad, first, second, out, num_elements,
+    scale, keep, l2, rate, update_rate, beta1, rest1, beta, rest, correction1, correction2, eps, lr,  # Coefficients
     RULE: tl.constexpr, FROM: tl.constexpr, UPDATE_FROM: tl.constexpr, FIRST: tl.constexpr, NESTEROV: tl.constexpr,
     KEEPS: tl.constexpr, L2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -87,22 +88,8 @@ def step(
     numel = master.numel()
     with torch.cuda.device_of(master):  # a launch goes to the current device, which need not be the tensors'
         _step[(-(-numel // _BLOCK),)](
-            master,
-            grad,
-            first,
-            second,
-            out,
-            numel,
-            c.scale,
-            c.keep,
-            c.l2,
-            c.rate,
-            c.update_rate,
-            c.beta,
-            c.rest,
-            c.correction2,
-            c.eps,
-            c.lr,
+            *(master, grad, first, second, out, numel),
+            *c,
             RULE=int(rule),
             FROM=bool(flags & FROM_GRAD),
             UPDATE_FROM=bool(flags & UPDATE_FROM_GRAD),

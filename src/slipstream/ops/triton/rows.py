@@ -229,7 +229,7 @@ def place(
     shape = {"PLANES": len(planes), "CENTERED": norms is not None and norms.centered, "enable_fp_fusion": False}
     eps, moments = 0.0 if norms is None else norms.eps, None
     if norms is not None and norms.whole:
-        moments = torch.empty(num_rows, 2, 2, device=planes.device)
+        moments = planes.new_empty(num_rows, 2, 2)
         sizes = {"Q_SIZE": num_heads * dim, "K_SIZE": kv_heads * dim, "BLOCK": triton.next_power_of_2(num_heads * dim)}
         _whole_moments[(num_rows, 2)](planes, moments, planes.stride(1), planes.stride(0), eps, num_warps=4, **sizes, **shape)
     _place[(num_rows, num_heads + 2 * kv_heads)](
