@@ -328,20 +328,11 @@ static int prepare_sums(struct team *team, const struct decoder *model, const st
     return 0;
 }
 
-/* Four widened panels. */
-static int64_t scratch_to_multiply(int64_t features) { return features * 4 * PANEL * (int64_t)sizeof(float); }
-
-static int64_t widest_of(const struct decoder *model)
+/* A block of widened panels and the sums of a part's rows; or a tile of queries, and the sums of it, which are smaller than its product
+ * with the size of a head. */
+static int64_t scratch_to_multiply(int64_t head_dim)
 {
-    int64_t widest = model->hidden_size > model->intermediate_size ? model->hidden_size : model->intermediate_size;
-    widest = model->embed_size > widest ? model->embed_size : widest;
-    widest = model->attended_size > widest ? model->attended_size : widest;
-    widest = model->q_latent_rank > widest ? model->q_latent_rank : widest;
-    widest = model->head_dim > widest ? model->head_dim : widest; /* a tile of queries, and the sums of it, are smaller */
-    for (int i = 0; i < model->num_layers; ++i)
-        if (model->layers[i].experts && model->layers[i].experts->widest > widest)
-            widest = model->layers[i].experts->widest;
-    return widest;
+    return (head_dim > DEPTH + PART_ROWS ? head_dim : DEPTH + PART_ROWS) * 4 * PANEL * (int64_t)sizeof(float);
 }
 
 static const struct decoder_isa *isa_in_use(void)
@@ -385,7 +376,7 @@ static void run_all(struct team *team, void (*task)(struct team *, int thread))
 /* Run one forward; returns -1 if memory is short, -2 if another process is lost. One call at a time per team. */
 SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct decoder *model, const struct batch *batch)
 {
-    if (prepare(team, scratch_to_multiply(widest_of(model)), model->num_layers * 10 + 3) || prepare_sums(team, model, batch))
+    if (prepare(team, scratch_to_multiply(model->head_dim), model->num_layers * 10 + 3) || prepare_sums(team, model, batch))
         return -1;
     team->model = model;
     team->batch = batch;
@@ -397,7 +388,7 @@ SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct de
  * is short. One call at a time per team. */
 SLIPSTREAM_API int slipstream_decoder_steps(struct team *team, const struct decoder *model, const struct batch *batch, struct steps *steps)
 {
-    const int64_t forward = scratch_to_multiply(widest_of(model)), choice = scratch_to_choose(model->vocab_size);
+    const int64_t forward = scratch_to_multiply(model->head_dim), choice = scratch_to_choose(model->vocab_size);
     if (prepare(team, forward > choice ? forward : choice, model->num_layers * 10 + 3))
         return -1;
     for (int row = 0; row < batch->num_rows; ++row) {
@@ -434,7 +425,7 @@ SLIPSTREAM_API int slipstream_linear(struct team *team, const struct matrix *w, 
         team->inputs = aligned_alloc(64, (bytes + 63) / 64 * 64);
         team->input_bytes = team->inputs ? bytes : 0;
     }
-    if (!team->inputs || prepare(team, scratch_to_multiply(w->num_features), (int)((num_rows + LINEAR_ROWS - 1) / LINEAR_ROWS)))
+    if (!team->inputs || prepare(team, scratch_to_multiply(0), (int)((num_rows + LINEAR_ROWS - 1) / LINEAR_ROWS)))
         return -1;
     char *const in = team->inputs; /* 32 bytes or a multiple for each group and part: all parts are aligned */
     biased.bias = bias;

@@ -15,6 +15,9 @@
 #define PANEL 16 /* adjacent output columns; also the positions per cache block */
 #define RANGE 256 /* positions; a multiple of PANEL */
 #define ROWS 6   /* rows of a tile: six accumulators of 16 lanes fill AVX2's registers, 24 those of AVX-512 */
+#define PART_ROWS 192 /* a multiple of a tile's: many rows are computed in parts, which stay in the second level of the cache while all
+                         strips read them; nor is a thread left with a whole strip while the others wait */
+#define DEPTH 96 /* features of a block of four panels, which stays in the first level in fp32 */
 #define CODES 32 /* features that share a scale if activations are quantized to 8 bits */
 #define LINEAR_ROWS 512 /* rows of a product on its own that are computed together: their inputs stay in the caches */
 #define MAX_EXPERTS 512

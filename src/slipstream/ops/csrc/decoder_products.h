@@ -30,7 +30,7 @@ INLINE int64_t panel_bytes(const struct matrix *w)
 INLINE const char *panel_of(const struct matrix *w, int64_t panel) { return (const char *)w->data + panel * panel_bytes(w); }
 
 /* Threads take strips of columns: of four panels, because four streams read memory fastest; with many rows of as many as a tile
- * has, which stay in the cache in fp32. */
+ * has. */
 INLINE int strip_panels(int64_t rows) { return rows > ROWS ? WIDE : 4; }
 
 INLINE int64_t num_strips(const struct matrix *w, int64_t rows)
@@ -53,13 +53,35 @@ struct rows {
     int64_t stride, halves_stride;
 };
 
-/* Panels of one matrix, `gap` bytes apart, and other memory to prefetch meanwhile, or NULL. */
+/* Panels of one matrix, `gap` bytes apart, or some of their features. */
 struct panels {
     const char *first;
     int64_t gap, num_features;
-    const char *next;
-    int64_t next_gap;
+    int in_block, goes_on; /* these features are for many rows; the sums go on with those in `out` */
+    const char *next;      /* of a block: memory to prefetch meanwhile, next_step bytes per feature, or NULL */
+    int64_t next_gap, next_step;
 };
+
+/* What a tile prefetches: nothing, `next`, or its own panels ahead. */
+enum fetches { NOTHING, NEXT, AHEAD };
+
+/* sums[i][j] += x[i] . panel j */
+INLINE void add_numbers(const int type, const int rows, const int num, const enum fetches fetches, const struct panels *w, const float *x,
+                        int64_t stride, vec *sums)
+{
+    const int64_t step = PANEL * itemsize(type), num_features = w->num_features;
+    for (int64_t k = 0; k < num_features; ++k) {
+        const int64_t at = k * step, ahead = fetches == AHEAD ? ahead_of(at, w->gap, num) : 0;
+        for (int j = 0; j < num; ++j) {
+            const char *p = w->first + j * w->gap;
+            if (fetches != NOTHING)
+                fetch(fetches == AHEAD ? p + ahead : w->next + j * w->next_gap + k * w->next_step);
+            const vec weight = load_vec(p + at, type);
+            for (int i = 0; i < rows; ++i)
+                sums[i * num + j] = vec_fma(vec_set(x[i * stride + k]), weight, sums[i * num + j]);
+        }
+    }
+}
 
 /* out[j][i][:] = x[i] . panel j, for `rows` rows of x and `num` panels; both are compile-time constants once inlined. Terms are
  * added in the order of k. */
@@ -67,8 +89,9 @@ INLINE void tile(const int type, const int rows, const int num, const struct pan
                  float out[][ROWS][PANEL])
 {
     vec sums[ROWS * 4];
-    for (int a = 0; a < rows * num; ++a)
-        sums[a] = vec_zero();
+    for (int j = 0; j < num; ++j)
+        for (int i = 0; i < rows; ++i)
+            sums[i * num + j] = w->goes_on ? load_f32(out[j][i]) : vec_zero();
     if (type == WEIGHT_BF16) {
         const int64_t whole = w->num_features / 2 * 2;
         for (int64_t k = 0; k < whole; k += 2) {
@@ -88,20 +111,12 @@ INLINE void tile(const int type, const int rows, const int num, const struct pan
             for (int i = 0; i < rows; ++i)
                 sums[i * num + j] = vec_fma(vec_set(x[i * stride + whole]), load_even_bf16(w->first + j * w->gap + whole * PANEL * 2),
                                             sums[i * num + j]);
+    } else if (type == WEIGHT_F32 && w->in_block && !w->next) {
+        add_numbers(type, rows, num, NOTHING, w, x, stride, sums);
+    } else if (type == WEIGHT_F32 && w->in_block) {
+        add_numbers(type, rows, num, NEXT, w, x, stride, sums);
     } else {
-        const int64_t step = PANEL * itemsize(type), num_features = w->num_features;
-        const char *const fetched = w->next ? w->next : w->first;
-        const int64_t fetched_gap = w->next ? w->next_gap : w->gap;
-        for (int64_t k = 0; k < num_features; ++k) {
-            const int64_t at = k * step, ahead = w->next ? k * PANEL * 2 : ahead_of(at, w->gap, num);
-            for (int j = 0; j < num; ++j) {
-                const char *p = w->first + j * w->gap + at;
-                fetch(fetched + j * fetched_gap + ahead);
-                const vec weight = load_vec(p, type);
-                for (int i = 0; i < rows; ++i)
-                    sums[i * num + j] = vec_fma(vec_set(x[i * stride + k]), weight, sums[i * num + j]);
-            }
-        }
+        add_numbers(type, rows, num, AHEAD, w, x, stride, sums);
     }
     for (int j = 0; j < num; ++j)
         for (int i = 0; i < rows; ++i)
@@ -179,18 +194,14 @@ TARGET static void multiply_numbers(int type, int rows, int panels, struct panel
 #endif
 }
 
-/* Convert a panel to fp32 once, into `to` [k][PANEL], for many rows. */
-TARGET static void widen(const struct matrix *w, int64_t panel, float *to)
+/* Convert features of a panel of 16-bit numbers from p on to fp32 once, into `to` [k][PANEL], for many rows. */
+TARGET static void widen(int type, const char *p, int64_t num_features, float *to)
 {
-    const char *p = panel_of(w, panel);
-    if (w->type == WEIGHT_F16) {
-        for (int64_t k = 0; k < w->num_features; ++k)
-            store_f32(to + k * PANEL, load_f16(p + k * PANEL * 2), 0);
-        return;
-    }
-    for (int64_t k = 0; k < w->num_features; k += 2) {
+    for (int64_t k = 0; k < num_features && type == WEIGHT_F16; ++k)
+        store_f32(to + k * PANEL, load_f16(p + k * PANEL * 2), 0);
+    for (int64_t k = 0; k < num_features && type == WEIGHT_BF16; k += 2) {
         store_f32(to + k * PANEL, load_even_bf16(p + k * PANEL * 2), 0);
-        if (k + 1 < w->num_features)
+        if (k + 1 < num_features)
             store_f32(to + (k + 1) * PANEL, load_odd_bf16(p + k * PANEL * 2), 0);
     }
 }
@@ -581,40 +592,43 @@ TARGET static void finish_tile(const struct product *job, int64_t panel, int pan
         }
 }
 
-/* A strip of one product, some of its rows. */
+/* A strip of one product, some of its rows. With many rows, numbers are multiplied in blocks of DEPTH features, which stay in the first
+ * level of the cache, in fp32, while all rows read them; sums wait in `scratch`. */
 TARGET static void strip(const struct product *job, int64_t panel, int from, int until, float *scratch)
 {
-    float sums[4][ROWS][PANEL];
     const struct matrix *w = job->w;
-    const int64_t left = num_panels(w) - panel;
+    const int64_t left = num_panels(w) - panel, size = panel_bytes(w);
     const int panels = left < strip_panels(job->num_rows) ? (int)left : strip_panels(job->num_rows);
-    const int wanted = wants(w), height = wanted == WANTS_CODES ? CODE_ROWS : ROWS;
-    struct panels numbers = panels_of(w, panel);
-    int type = w->type;
-    if (job->num_rows > ROWS && !wanted && type != WEIGHT_F32) {
-        for (int j = 0; j < panels; ++j)
-            widen(w, panel + j, scratch + j * w->num_features * PANEL);
-        numbers.first = (const char *)scratch;
-        numbers.gap = w->num_features * PANEL * 4;
-        numbers.next = panel_of(w, panel + panels);
-        numbers.next_gap = panel_bytes(w);
-        type = WEIGHT_F32;
-    }
-    for (int row = from; row < until; row += height) {
-        if (row > from && numbers.next)
-            numbers.next = numbers.first;
-        const int rows = until - row < height ? until - row : height;
-        if (wanted == WANTS_CODES)
-            multiply_codes(w, panel, panels, &job->coded, row, rows, sums);
-        else
-            multiply_numbers(type, rows, panels, numbers, rows_of(job, row), sums);
-        finish_tile(job, panel, panels, row, rows, sums);
-    }
+    const int wanted = wants(w), height = wanted == WANTS_CODES ? CODE_ROWS : ROWS, in_blocks = job->num_rows > ROWS && !wanted;
+    const int64_t depth = in_blocks ? DEPTH : w->num_features, step = w->type == WEIGHT_F32 ? PANEL * 4 : PANEL * 2;
+    float(*sums)[ROWS][PANEL] = (void *)(scratch + 4 * DEPTH * PANEL);
+    int64_t k = 0;
+    do {
+        const int is_last = k + depth >= w->num_features, widens = in_blocks && w->type != WEIGHT_F32;
+        struct panels numbers = {.first = panel_of(w, panel) + k * step, .gap = size, .num_features = is_last ? w->num_features - k : depth,
+                                 .next_gap = size, .next_step = step, .in_block = in_blocks, .goes_on = k > 0};
+        if (in_blocks)
+            numbers.next = is_last ? panel_of(w, panel + panels) : numbers.first + depth * step;
+        for (int j = 0; j < panels && widens; ++j)
+            widen(w->type, numbers.first + j * size, numbers.num_features, scratch + j * DEPTH * PANEL);
+        if (widens) {
+            numbers.first = (const char *)scratch;
+            numbers.gap = DEPTH * PANEL * 4;
+        }
+        float(*out)[ROWS][PANEL] = sums;
+        for (int row = from; row < until; row += height, numbers.next = 0, out += in_blocks ? 4 : 0) {
+            const int rows = until - row < height ? until - row : height;
+            struct rows of = rows_of(job, row);
+            of.x += k;
+            if (wanted == WANTS_CODES)
+                multiply_codes(w, panel, panels, &job->coded, row, rows, out);
+            else
+                multiply_numbers(widens ? WEIGHT_F32 : w->type, rows, panels, numbers, of, out);
+            if (is_last)
+                finish_tile(job, panel, panels, row, rows, out);
+        }
+    } while ((k += depth) < w->num_features);
 }
-
-/* Many rows are computed in parts, which stay in the second level of the cache while all strips read them; nor is a thread left with a
- * whole strip while the others wait. */
-#define PART_ROWS 192 /* a multiple of a tile's */
 
 INLINE int64_t num_items(const struct product *job)
 {
