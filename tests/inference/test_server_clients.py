@@ -376,6 +376,7 @@ def test_streamed_events_make_the_response(ai: Any, text: str) -> None:
 def test_responses_that_are_not_served(address: str, fields: dict[str, Any], param: str) -> None:
     reply = call(address, "POST", "/v1/responses", json.dumps({"model": "fake/model", "input": "hi", **fields}))
     assert (reply.status, reply.error["param"]) == (400, param)
+    assert not any(name in reply.error["message"] for name in ("messages", " max_tokens", "response_format")), "fields of chats"
 
 
 def test_fields_of_responses_without_effect(address: str) -> None:

@@ -137,6 +137,7 @@ def _renamed(error: RequestError) -> RequestError:
     """An error of the chat request, with the name of the field here."""
     for name, here in _CHAT.items():
         if error.param is not None and (error.param == name or error.param.startswith(name + ".")):
+            error.args = (str(error).replace(error.param, here, 1),)
             error.param = here  # the messages of a chat have other numbers
     return error
 
