@@ -121,9 +121,7 @@ def test_data_that_differ() -> None:
         model=toy.seeded(toy.Net), config=toy.settings(1), training_data=data if dist.get_rank() == 0 else None
     )
     engine.destroy()  # the script may send the batches
-    assert told(lambda rank: make(8 - 8 * rank)).startswith(
-        "rank 1 refuses its training data (training data: 0 samples are too few"
-    )
+    assert told(lambda rank: make(8 - 8 * rank)).startswith("rank 1 refuses its samples (training data: 0 samples are too few")
 
 
 class Mpu:

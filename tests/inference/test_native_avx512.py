@@ -26,7 +26,7 @@ from tests.unit.test_inference_sampler import test_the_kernel_draws_what_its_twi
 from tests.unit.test_ops import equal_bits
 
 SHIM = Path(__file__).with_name("emulated_avx512.h")
-# -O1: three times as fast to compile; -mno-avx512f: else the compiler would use what is to be emulated.
+# -mno-avx512f: else the compiler would use what is to be emulated.
 SHIMMED = ["-mavx2", "-mfma", "-mf16c", "-mno-avx512f", "-include", str(SHIM)]
 PROCESSOR = '#include "slipstream_ops.h"\n' + "".join(
     f"enum isa slipstream_{which}_isa(void) {{ return AVX512BF16; }}\n" for which in ("best", "default")

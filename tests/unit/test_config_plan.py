@@ -460,6 +460,13 @@ def test_activations_follow_either_block() -> None:
     assert activations({"number_checkpoints": 2}).sources["slipstream.activations"] == "derived: activation_checkpointing"
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_on_a_gpu_the_optimizer_steps_where_weights_are_offloaded(device: str) -> None:
+    zero = {"stage": 3, "offload_param": {"device": device, "nvme_path": "/disk"}}
+    offload = [plan_of({"zero_optimization": zero}, facts=facts).offload for facts in (FACTS, CUDA)]
+    assert [(each.param, each.optimizer) for each in offload] == [(device, "none"), (device, "cpu")]
+
+
 @pytest.mark.parametrize("choice", ["keep", "offload"])
 def test_activations_that_contradict_each_other(choice: str) -> None:
     with pytest.raises(ValueError, match=rf"activations is '{choice}', but .*_checkpoints \(2\) and .*cpu_checkpointing \(true\)"):

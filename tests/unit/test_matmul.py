@@ -45,8 +45,9 @@ def by_onednn() -> Iterator[list[tuple[int, ...]]]:
 
 @pytest.fixture
 def by_fp32(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """In pieces of 96 rows and columns."""
+    """In pieces of 96 rows and columns, and of 50 terms."""
     monkeypatch.setattr(matmul, "_PIECE", 96)
+    monkeypatch.setattr(matmul, "_DEPTH", 50)
     way = matmul.Way("fp32", 8, matmul._by_fp32)
     with computed({torch.bfloat16: way, torch.float16: way}) as calls:
         yield calls
@@ -137,6 +138,8 @@ def test_what_torch_keeps(by_onednn: list[tuple[int, ...]]) -> None:
         lambda: torch.mm(big[0], big),
         lambda: torch.mm(big, big[0], out=big.clone()),
         lambda: torch.addmm(big, big[0], big),
+        lambda: torch.mm(big[0, 0], big, out=big.clone()),
+        lambda: torch.addmm(big[0], big, big[0, 0]),
     ):
         with pytest.raises(RuntimeError, match="matri"):
             call()
@@ -155,9 +158,28 @@ def test_16_bits_are_rounded_once(by_fp32: list[tuple[int, ...]], dtype: torch.d
     wider = torch.zeros(200, 500, dtype=dtype)
     assert torch.equal(torch.mm(a, b, out=wider[:, ::2]), exact.to(dtype)) and not wider[:, 1::2].any()
     assert torch.equal(torch.addmm(bias, a, b, out=wider[:, ::2]), (exact + bias).to(dtype)) and not wider[:, 1::2].any()
-    assert by_fp32 == 4 * [(200, 250, 130)]
+    matrix = torch.randint(-8, 9, (200, 250)).to(dtype)
+    assert torch.equal(torch.addmm(matrix, a, b), (exact + matrix).to(dtype))
+    assert torch.equal(matrix.clone().addmm_(a, b), (exact + matrix).to(dtype))
+    assert by_fp32 == 6 * [(200, 250, 130)]
     few = a[:7]
-    assert torch.equal(few @ b, exact[:7].to(dtype)) and torch.equal(a.float() @ b.float(), exact.float()) and len(by_fp32) == 4
+    assert torch.equal(few @ b, exact[:7].to(dtype)) and torch.equal(a.float() @ b.float(), exact.float()) and len(by_fp32) == 6
+
+
+def test_an_output_under_autocast(by_fp32: list[tuple[int, ...]]) -> None:
+    """A product that fp16 does not have: `out=` is no operation of autocast, and the wide operands are none of its own."""
+    a, b, out = (torch.full((128, 128), 512.0).bfloat16() for _ in range(3))
+    with torch.autocast("cpu", torch.float16):
+        torch.mm(a, b, out=out)
+    assert by_fp32 == [(128, 128, 128)] and torch.equal(out, torch.full_like(out, 512.0 * 512 * 128))
+
+
+def test_without_a_dtype_that_gains_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    was = matmul.use(False)
+    monkeypatch.setattr(matmul, "ways", lambda: {torch.bfloat16: matmul.Way("fp32", 8, matmul._by_fp32)})
+    assert not matmul.use(True, [torch.float32]) and matmul.use(True, [torch.float32, torch.bfloat16]) and not matmul.use(False)
+    monkeypatch.undo()
+    matmul.use(was)
 
 
 def test_a_step_in_16_bits(by_fp32: list[tuple[int, ...]]) -> None:
@@ -206,7 +228,7 @@ def test_undone_it_is_torchs_own(by_onednn: list[tuple[int, ...]]) -> None:
 
 def test_the_config_chooses_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[bool] = []
-    monkeypatch.setattr(matmul, "use", lambda faster: chosen.append(faster) or faster)
+    monkeypatch.setattr(matmul, "use", lambda faster, _: chosen.append(faster) or faster)
     config: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     for own in ({}, {"products": "torch"}, {"products": "fastest"}):
         slipstream.initialize(model=nn.Linear(2, 2), config=config | {"slipstream": own})[0].destroy()

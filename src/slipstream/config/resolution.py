@@ -528,6 +528,9 @@ def _offload(values: Values) -> OffloadPlan:
     for block, tier, older in (("offload_optimizer", optimizer, "cpu_offload"), ("offload_param", param, "cpu_offload_param")):
         if tier != values[f"zero_optimization.{block}.device"]:
             values.sources[f"zero_optimization.{block}.device"] = f"derived: zero_optimization.{older}"
+    if param != "none" and optimizer == "none" and values.facts.device_type == "cuda" and values["zero_optimization.stage"] == 3:
+        optimizer = "cpu"  # which computes the weights where they are
+        values.sources["zero_optimization.offload_optimizer.device"] = "derived: zero_optimization.offload_param.device"
     if param == "none" or values["zero_optimization.stage"] == 3:
         return values.section(OffloadPlan, optimizer=optimizer, param=param)
     values.idle("zero_optimization.offload_param", "derived: it has no effect at this stage")

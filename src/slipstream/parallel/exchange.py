@@ -165,10 +165,10 @@ class Exchange(ABC):
         ones = [1] * self.size
         return self._start_all_to_all(torch.tensor(send, device=self.device), ones, ones).wait().tolist()
 
-    def agree(self, what: str) -> None:  # noqa: B027
-        """All ranks are about to do `what`. A transport whose messages do not tell compares it, if it did not follow before.
-
-        Raises PeerError if it differs."""
+    def agree(self, what: str, x: Tensor, *sizes: int) -> None:  # noqa: B027
+        """All ranks are about to send parts of x for `what`, a format of the sizes. A transport whose messages do not tell compares
+        it, if it did not follow before. Raises PeerError if it differs. (A text made by the caller would make the sizes of a
+        compiled model constants.)"""
 
     def lengths(self, x: Tensor, dim: int) -> list[int]:
         """The lengths of all ranks' `x` along `dim`; on the meta device, all are taken to be this rank's."""
@@ -400,8 +400,9 @@ class GroupExchange(Exchange):
         self.comm.close()
 
     @eager
-    def agree(self, what: str) -> None:
-        self.comm.agree(what)
+    def agree(self, what: str, x: Tensor, *sizes: int) -> None:
+        if not without_values(x):
+            self.comm.agree(what.format(*sizes))
 
     def _sum(self, flat: Tensor) -> Pending[Tensor]:
         if not self.sums_here:
@@ -419,7 +420,7 @@ class GroupExchange(Exchange):
         if not self.sums_here and len(set(numels)) == 1:
             out = flat.new_empty(own)
             return _of_work(dist.reduce_scatter_tensor(out, flat, group=self.group, async_op=True), out)
-        self.agree(f"reduce-scatter of {flat.nbytes:,} bytes")
+        self.agree("reduce-scatter of {:,} bytes", flat, flat.nbytes)
         return self._added(self._start_all_to_all(flat, numels, [own] * self.size), own)
 
     def _added(self, moving: Pending[Tensor], numel: int) -> Pending[Tensor]:

@@ -78,7 +78,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, exchange: Exchange
     default 1 / sqrt(d).
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    exchange.agree(f"attention over shares of {query.shape[0]} x {query.shape[2]} tokens")
+    exchange.agree("attention over shares of {} x {} tokens", query, query.shape[0], query.shape[2])
     out: Tensor = _RingAttention.apply(query, key, value, exchange, mask, scale)
     return out
 

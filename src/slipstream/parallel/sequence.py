@@ -74,7 +74,7 @@ def ulysses_attention(
     if axis.size == 1:
         return attend(query, key, value)
     b, _, s, d = query.shape
-    exchange.agree(f"attention over shares of {b} x {s} tokens")
+    exchange.agree("attention over shares of {} x {} tokens", query, b, s)
     dealt = deal_heads(query.shape[1], key.shape[1], axis.size, groups)
     parts = [
         torch.cat([query[:, h.queries.start : h.queries.stop], key[:, h.keys], value[:, h.keys]], 1).reshape(-1, d) for h in dealt

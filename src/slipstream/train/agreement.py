@@ -88,8 +88,10 @@ def facts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None
 def facts_of_data(loader: Any) -> Facts:
     """The facts of a loader that deals a dataset's samples to the ranks: with other numbers of samples they would end apart, with
     other seeds some samples would be dealt twice."""
-    is_dealt = loader is not None and not getattr(loader, "iterable", False)
-    return {"training_data of": f"{len(loader.dataset)} samples", "training_data's seed": str(loader.seed)} if is_dealt else {}
+    if loader is None or getattr(loader, "iterable", False):
+        return {}
+    seed = {"training_data's seed": str(loader.seed)} if getattr(loader, "shuffle", True) else {}
+    return {"training_data of": f"{len(loader.dataset)} samples", **seed}
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Other engines of the process that listen to a signal with this one are saved wit
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -124,18 +125,25 @@ class Autosave:
         """Save the other engines of this process, the last of each folder. Collective over this one's ranks."""
         listed = [each for handler in self._handlers for each in handler.engines]
         last = {each.plan.folder: i for i, each in enumerate(listed)}  # one that was abandoned must not lie over its successor
-        own = {i for folder, i in last.items() if listed[i].engine() is not None and folder != self.plan.folder}
-        for i in sorted(set.intersection(*gather_objects(own, self._world))):  # what garbage is still alive differs between ranks
-            each, engine = listed[i], listed[i].engine()
-            if engine is None or each.plan.folder is None or not set(each._world.ranks) <= set(self._world.ranks):
-                continue
+        alive = {i: engine for i in last.values() if (engine := self._savable(listed[i])) is not None}
+        for i in sorted(set.intersection(*gather_objects(set(alive), self._world))):  # garbage differs between ranks
             try:
-                engine.gate.check("save_checkpoint")
-            except RuntimeError as error:
-                logger.warning("step %d of another engine is not saved: %s", engine.global_steps, error)
-                continue
-            engine.save_checkpoint(each.plan.folder)
-            engine.finish_save()
+                alive[i].save_checkpoint(listed[i].plan.folder or "")
+                alive[i].finish_save()
+            except CheckpointError as error:
+                logger.warning("step %d of another engine is not saved: %s", alive[i].global_steps, error)
+
+    def _savable(self, other: Autosave) -> Saved | None:
+        """The engine of another folder, if this one's ranks can save it."""
+        engine = other.engine()
+        if engine is None or other.plan.folder == self.plan.folder or not set(other._world.ranks) <= set(self._world.ranks):
+            return None
+        try:
+            engine.gate.check("save_checkpoint")
+        except RuntimeError as error:
+            logger.warning("step %d of another engine is not saved: %s", engine.global_steps, error)
+            return None
+        return engine
 
     def _save_in_memory(self, engine: Saved, folder: str) -> None:
         """Collective, and never the end of training: where memory does not suffice, there are no more of them."""
@@ -202,7 +210,8 @@ class _Handler:
 
     def pass_on(self, number: int) -> None:
         if number == self.number and callable(self.before) and self.before is not signal.default_int_handler:
-            self.before(number, None)
+            with contextlib.suppress(SystemExit):  # the exit code is AGAIN: the job is not finished
+                self.before(number, None)
 
     def leave(self, engine: Autosave) -> None:
         self.engines.remove(engine)

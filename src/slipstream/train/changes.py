@@ -53,7 +53,8 @@ def _sparse_attention(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:
 
 
 def _multiply(model: nn.Module, plan: Plan) -> None:
-    matmul.use(plan.products == "fastest")
+    dtypes = {each.dtype for each in model.parameters()} | {plan.precision.param_dtype, plan.precision.autocast_dtype}
+    matmul.use(plan.products == "fastest", dtypes)
 
 
 def _quantize(model: nn.Module, plan: Plan) -> None:

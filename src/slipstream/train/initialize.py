@@ -136,7 +136,7 @@ def initialize(
     plan = _recomputing(plan, model)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     _log_config(plan, loaded, overrides, optimizer, mesh)
-    with refused_together("its training data", group):  # a host may lack a file of them
+    with refused_together("its samples", group):  # a host may lack a file of them
         loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = _first_values(model, mesh, device)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from slipstream.config.plan import Plan
+from slipstream.zero.hooks import Phase
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
@@ -64,8 +65,8 @@ class Noise:
         values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
         self.squares.append(torch.linalg.vector_norm(values.float()).square())
         hooks = self.engine.states.hooks
-        hooks.enter_backward()  # it may be the first hook that fires: of outputs that hide their tensors, none is hooked
-        self.passes.add(hooks.passes)
+        # It may be the first hook that fires, before the backward is counted: of outputs that hide their tensors, none is hooked.
+        self.passes.add(hooks.passes + (hooks.phase is Phase.IDLE))
         self.factor = self.engine.window.share * self.engine.precision.loss_scale
 
     def _end(self, _: bool) -> None:

@@ -66,7 +66,7 @@ def _texts(directories: Sequence[Path], names: Sequence[str]) -> list[str]:
 def _limits() -> dict[Path, int]:
     """The bytes that the control groups of this process may use, of those that have a limit."""
     limits = {}
-    for directory in cgroup_directories(_read(_PROC / "self/cgroup") or "", _CGROUP):
+    for directory in cgroup_directories(_read(_PROC / "self/cgroup") or "0::/", _CGROUP):
         for text in _texts([directory], ("memory.max", "memory.limit_in_bytes")):
             if text.strip().isdigit() and int(text) < _UNLIMITED:
                 limits[directory] = int(text)
@@ -81,7 +81,7 @@ def _used(directory: Path) -> int:
 
 
 def read_pressure() -> Pressure:
-    directories = cgroup_directories(_read(_PROC / "self/cgroup") or "", _CGROUP)
+    directories = cgroup_directories(_read(_PROC / "self/cgroup") or "0::/", _CGROUP)
     vmstat = _read(_PROC / "vmstat")
     kills = [counter(text, "oom_kill") for text in _texts(directories, ("memory.events", "memory.oom_control"))]
     return Pressure(

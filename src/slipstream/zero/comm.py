@@ -248,6 +248,8 @@ class ProcessGroupComm(Comm):
         nbytes: equal on all ranks, of the whole buffer. sent: what leaves this rank; None: the part of the other ranks
         """
         detail = f" of {nbytes:,} bytes" if nbytes else self.agreed
+        if nbytes:
+            self.agreed = ""
         if self.on_host:
             # Blocks of one shape: gathers of different ones would match. (A sum may come from different stages of a pipeline.)
             self._agree(operation, detail, self.watch.unit if operation == "all-gather" else "")

@@ -397,8 +397,7 @@ class Hooks:
         if self.refusal:
             raise RuntimeError(self.refusal)
 
-    def enter_backward(self) -> None:
-        """Begin a backward, if this is the first hook that fires in it."""
+    def _enter_backward(self) -> None:
         self._refuse_gradients()
         if self.phase is Phase.IDLE:
             self.phase = self.watch_phase(Phase.BACKWARD)
@@ -418,12 +417,12 @@ class Hooks:
             self.keep = True
 
     def _on_output_grad(self, grad: Tensor) -> None:
-        self.enter_backward()
+        self._enter_backward()
         for unit in self.root_units:
             unit.gather()
 
     def _on_block_grad(self, call: _Call, grad: Tensor) -> None:
-        self.enter_backward()
+        self._enter_backward()
         if call.entered != self.passes:
             call.entered = self.passes
             for unit in call.units:
@@ -445,7 +444,7 @@ class Hooks:
                 self._complete(unit, reduce=self.reducer.any_landed(unit))
 
     def _on_grad(self, unit: Unit, i: int) -> None:
-        self.enter_backward()
+        self._enter_backward()
         if self.landed is not None:
             self.landed.add((unit.index, i))
         self._take_gradient(unit, i)

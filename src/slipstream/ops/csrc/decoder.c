@@ -328,8 +328,8 @@ static int prepare_sums(struct team *team, const struct decoder *model, const st
     return 0;
 }
 
-/* A block of widened panels and the sums of a part's rows; or a tile of queries, and the sums of it, which are smaller than its product
- * with the size of a head. */
+/* For products a block of widened panels and the sums of a part's rows; for attention a tile of queries and its sums, 18 numbers for
+ * each feature of a head and 384 more, which is less. */
 static int64_t scratch_to_multiply(int64_t head_dim)
 {
     return (head_dim > DEPTH + PART_ROWS ? head_dim : DEPTH + PART_ROWS) * 4 * PANEL * (int64_t)sizeof(float);

@@ -56,7 +56,7 @@ SLIPSTREAM_API const char *slipstream_kernels_isa(void) { return names[lanes()];
 /* Switch to the named instruction set; returns 0 if the processor lacks it. For tests and benchmarks. */
 SLIPSTREAM_API int slipstream_use_isa(const char *name)
 {
-    for (int set = (int)slipstream_default_isa(); set >= 0; --set)
+    for (int set = (int)slipstream_best_isa(); set >= 0; --set)
         if (strcmp(names[set], name) == 0) {
             atomic_store_explicit(&chosen, set, memory_order_release);
             return 1;
