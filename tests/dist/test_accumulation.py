@@ -165,7 +165,11 @@ def test_an_unequal_number_is_refused_by_rank(stage: int, transport: str) -> Non
         engine.step()
     assert time.monotonic() - start < 30
     story = str(caught.value)
-    named = ("{0: 1, 1: 2}",), ("rank", "phase", "\n0 ", "\n1 "), ("different numbers of micro-batches", "rank 0 is in", "rank 1 is in")
+    named = (
+        ("{0: 1, 1: 2}",),
+        ("rank", "phase", "\n0 ", "\n1 "),
+        ("different numbers of micro-batches", "rank 0 is in", "rank 1 is in"),
+    )
     assert any(all(text in story for text in texts) for texts in named), story
     del caught  # its traceback references the engine
     dist.barrier()  # not destroy(), which would add an exchange
