@@ -148,11 +148,9 @@ def _by_fp32(a: Tensor, b: Tensor, addend: Tensor | None) -> Tensor:
     with torch.autocast("cpu", enabled=False):  # of which `out=` is no operation: it would round the wide operands again
         for rows in _slices(m, _PIECE):
             for columns in _slices(n, _PIECE):
-                piece: Tensor | None = None if added is None else added[rows, columns].float()
-                for terms in _slices(k, _DEPTH):
-                    left, right = a[rows, terms].float(), b[terms, columns].float()
-                    piece = left @ right if piece is None else piece.addmm_(left, right)
-                out[rows, columns] = piece
+                pieces = (a[rows, terms].float() @ b[terms, columns].float() for terms in _slices(k, _DEPTH))
+                total = functools.reduce(Tensor.add_, pieces)
+                out[rows, columns] = total if added is None else total.add_(added[rows, columns])
     return out
 
 
