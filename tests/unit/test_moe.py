@@ -120,7 +120,7 @@ def test_grouped_products_of_any_size(products: str, dtype: torch.dtype, rows: l
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("products", ["best", "avx512", "avx2"], indirect=True)
+@pytest.mark.parametrize("products", ["avx512bf16", "avx512", "avx2"], indirect=True)
 @pytest.mark.usefixtures("products")
 def test_bits_of_a_row_do_not_depend_on_others_or_threads(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
