@@ -334,7 +334,7 @@ def test_an_engine_that_computes_nothing_any_more_is_dead(num_blocks: int) -> No
         assert begun.wait(30)
         answers += [ask(engine, "x" * 40, n=2) for _ in range(4)]
         go.set()
-        why = "the engine is dead: no part of a forward could be computed, nor a single token that had worked before: RuntimeError"
+        why = "the engine is dead: no part of a forward can be computed any more, nor a single token alone: RuntimeError"
         for answer in answers:
             assert {outputs[-1].error for outputs in wait(answer).outputs} == {f"{why}: device lost"}
         assert not engine.healthy and not engine.stats().healthy
@@ -374,6 +374,23 @@ def test_a_failure_that_does_not_come_again_ends_nobody() -> None:
 
         runner.before = fail
         assert wait(ask(engine, "x")).text() == expected
+
+
+def test_a_device_that_is_lost_between_parts_is_no_request_s_fault() -> None:
+    """Half of a forward that was too large has been computed; then nothing is."""
+    runner = HashRunner()
+
+    def fail(batch: Batch) -> None:
+        if len(batch.chunks) > 2 or runner.sizes:
+            raise RuntimeError("device lost")
+
+    runner.before = fail
+    engine = Engine(runner, byte_tokenizer(), token_budget=64, max_running=4)
+    answers = [ask(engine, f"request {number}") for number in range(4)]
+    while engine.step() and engine.healthy:
+        assert runner.sizes == [2]
+    for answer in answers:
+        assert str(answer.last().error).startswith("the engine is dead: no part of a forward can be computed any more")
 
 
 class Failing(HashRunner):

@@ -592,20 +592,19 @@ class Engine:
         One request must not end another's, nor change it. Nothing of a failed batch was committed, and computing a position again
         writes the same keys and values. So the batch is retried whole, then in halves, down to single requests and then halves of
         their chunks: a batch that was too large for the memory is computed in parts. A request ends if a single token of it fails
-        alone. If no part could be computed, a token that has worked before is computed alone. If it works, the requests were at
-        fault and the engine continues. If it fails again and again, the device is at fault (a CUDA error persists until the process
-        ends) and the engine is dead, which these requests are told, too."""
+        alone. If the last part failed, a token that has worked before (0, if none has) is computed alone. If it works, the requests
+        were at fault and the engine continues. If it fails again and again, the device is at fault (a CUDA error persists until the
+        process ends) and the engine is dead, which these requests are told, too."""
         with self._lock:
             chunks = self._scheduler.retryable_chunks(batch)
         parts = [chunks] if chunks else []  # a stack
-        failed, works = dict[Request, str](), False
+        failed = dict[Request, str]()
+        error: str | None = None
         while parts:
             chunks = parts.pop()
             if chunks[0].request in failed:  # at an earlier position of its chunk
                 continue
-            error = self._compute(Batch(chunks, ()))
-            if error is None:
-                works = True
+            if (error := self._compute(Batch(chunks, ()))) is None:
                 continue
             smaller = _smaller(chunks)
             parts += reversed(smaller)
@@ -614,8 +613,8 @@ class Engine:
         with self._lock:
             for request in failed:
                 self._scheduler.finish(request, Finish.ERROR)  # its blocks are free for the probe
-        if failed and not works and (error := self._probe()) is not None:
-            why = f"no part of a forward could be computed, nor a single token that had worked before: {error}"
+        if error is not None and (broken := self._probe()) is not None:
+            why = f"no part of a forward can be computed any more, nor a single token alone: {broken}"
             logger.error("the engine of %s fails: %s", self.model_name, why)
             self._shut(Finish.ERROR, why)
             return
@@ -625,7 +624,8 @@ class Engine:
                     self._end([self._sequences[request]], Finish.ERROR, f"the forward failed: {error}")
 
     def _probe(self) -> str | None:
-        """Compute one token that has worked before, in a block of its own; try again after pauses. Return None, or why not."""
+        """Compute one token, if possible one that has worked before, in a block of its own; try again after pauses. Return None,
+        or why not."""
         pool = self._scheduler.pool
         probe = Request(id="probe", tokens=[self._proven], params=SamplingParams())
         with self._lock:
