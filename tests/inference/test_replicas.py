@@ -28,7 +28,7 @@ pytest.importorskip("uvicorn")
 import slipstream
 from slipstream.inference import wire
 from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
-from slipstream.inference.engine import ClosedError, Engine, Output
+from slipstream.inference.engine import Engine, Output
 from slipstream.inference.replica import Session, facts_of
 from slipstream.inference.server import ReplicaError, Router
 from slipstream.inference.server.process import ATTEMPTS, Connected, EngineProcess, Spare
@@ -476,12 +476,13 @@ def test_a_stream_is_begun_by_its_first_output_and_not_by_the_reply() -> None:
         assert (answer.text(), answer.last().error) == ("a", "the engine's process has ended (a)")
 
 
-@pytest.mark.parametrize("after", [0, 5])  # tokens
-def test_a_request_that_ends_engines_ends(after: int) -> None:
-    """It goes to one other engine, not to all in turn, also if it is a whole one that has begun."""
-    sources = [Local("a"), Local("b"), Local("c")]
+@pytest.mark.parametrize(("after", "place"), [(0, None), (5, None), (0, 0), (0, 2)])  # tokens; among others, or alone
+def test_a_request_that_ends_engines_ends(after: int, place: int | None) -> None:
+    """Also a whole one that has begun. Alone, it ends one engine, beside others a second one, and they get answers."""
+    go, sources = threading.Event(), [Local("a"), Local("b"), Local("c")]
 
     def die(batch: Batch) -> None:
+        go.wait(30)
         if any(chunk.request.tokens[0] == ord("!") and chunk.request.num_generated >= after for chunk in batch.chunks):
             for source in sources:
                 if threading.current_thread() is source.engine._thread:
@@ -490,10 +491,19 @@ def test_a_request_that_ends_engines_ends(after: int) -> None:
     for source in sources:
         source.before = die
     with routed(*sources) as router:
-        with suppress(ClosedError):  # both have ended before they could accept it
-            assert wait(submit(router, "! kills", replace(GREEDY, ignore_eos=True), whole=True)).last().finish is Finish.ERROR
+        for engine in router.engines[1:]:
+            engine.state = ReplicaState.DRAINING
+        prompts = [] if place is None else [f"number {number}" for number in range(5)]
+        answers = [submit(router, prompt, replace(GREEDY, max_tokens=1)) for prompt in prompts[:place]]
+        fatal = submit(router, "! kills", replace(GREEDY, ignore_eos=True), whole=True)
+        answers += [submit(router, prompt, replace(LONG, max_tokens=20), whole=True) for prompt in prompts[len(answers) :]]
+        for engine in router.engines[1:]:
+            engine.state = ReplicaState.READY
+        go.set()
+        assert "the request may be the cause, so it is not tried again" in str(wait(fatal).last().error)
+        assert all(wait(answer).last().finish is Finish.LENGTH for answer in answers)
         until(lambda: len(router._ready()) == 3)
-        assert sorted(source.opens for source in sources) == [1, 2, 2]
+        assert sum(source.opens for source in sources) == (4 if place is None else 5)
         assert wait(submit(router, "good")).last().finish is not Finish.ERROR
 
 
@@ -746,31 +756,31 @@ def test_servers_that_share_an_engine_share_it_between_keys() -> None:
     """Requests end in the same order, whichever server each came by, and whatever each server's own part of them is."""
 
     def ends(by: str) -> list[str]:
-        go, order, runner = threading.Event(), list[str](), HashRunner()
+        go, order, runner = threading.Event(), dict[str, None](), HashRunner()
         go.set()
-        runner.before = lambda batch: go.wait(30)  # type: ignore[assignment, return-value]
+
+        def compute(batch: Batch) -> None:
+            (chunk,) = batch.chunks  # of max_running
+            name = bytes(chunk.request.tokens[: chunk.request.num_prompt]).decode()
+            order.pop(name, None)
+            order[name] = None  # the last forward is the end
+            go.wait(30)
+
+        runner.before = compute
         with running(runner, max_running=1) as engine, routed(Shared(engine)) as first, routed(Shared(engine)) as second:
             servers = {"1": first, "2": second}
 
-            def add(server: str, name: str, params: SamplingParams) -> Answer:
-                def sink(output: Output) -> None:
-                    if output.finish is not None:
-                        order.append(name)
-                    answer(output)
-
-                answer = Answer()
-                servers[server].submit(list(name.encode()), params, sink=sink, tenant=name[0])
-                return answer
-
             for server, name in zip(by, ("a0", "b0", "a1", "b1"), strict=False):
-                wait(add(server, name, LONG))
+                wait(submit(servers[server], name, LONG, tenant=name[0]))
             go.clear()
-            names = (f"{key}, {number}" for number, key in enumerate("aaaaaabbab"))
-            rest = [add(server, name, GREEDY) for server, name in zip(by, names, strict=True)]
+            rest = list[Answer]()
+            for server, (number, key) in zip(by, enumerate("aaaaaabbab"), strict=True):
+                rest.append(submit(servers[server], f"{key}, {number}", tenant=key))
+                until(lambda: engine.stats().running == 1)  # the first, whatever comes later
             go.set()
             for answer in rest:
                 wait(answer)
-        return order
+        return list(order)
 
     together = ends("1111111111")
     assert together == ends("1212111221") == ends("1121111222")

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from slipstream.inference.wire import Link
 
 logger = logging.getLogger(__name__)
 
+MOVES = 1  # engines that may end while they have a request beside others: it may be the cause
 EXPECTED = 256  # tokens of an output at most, for the outstanding ones: max_tokens is often the whole context
 
 
@@ -53,7 +54,7 @@ class Ticket:
     accepted: bool = False
     begun: bool = False  # an output has been delivered
     cancelled: bool = False
-    moves: int = 0  # engines that have ended with it
+    moves: int = 0  # engines that have ended with it; a process that had no other counts as too many
     uncached: int = 0  # tokens of the prompt that its engine has to compute, as the router knows
     elsewhere: int = 0  # `Request.elsewhere`
     arrival: float = field(default_factory=time.monotonic)
@@ -71,6 +72,11 @@ class Ticket:
         """Tokens that its engine has still to compute, about."""
         rest = len(self.unfinished) * min(self.params.max_tokens, EXPECTED) - self.generated
         return (0 if self.generated else self.uncached) + max(rest, len(self.unfinished))
+
+    @property
+    def on_trial(self) -> bool:
+        """An engine has ended with it, and this one has made no token of it yet."""
+        return self.moves > 0 and not self.generated and bool(self.unfinished)
 
     def begin(self, number: int, engine: RemoteEngine) -> None:
         """At an engine, which may not be the first."""
@@ -115,6 +121,7 @@ class RemoteEngine:
         self.why = ""  # the last start failed
         self.known: OrderedDict[int, None] = OrderedDict()  # keys of prefixes that its cache may have; the router's
         self.others: Sequence[RemoteEngine] = ()  # of the same router
+        self.trial_ended: Callable[[], object] = bool  # what it calls then; the router's
         self.owed = Counter[str]()  # tokens, about, for each tenant: `Request.elsewhere` of its next request
         self.facts: Mapping[str, Any] = {}
         self._stats: Stats | None = None  # of this start of its process, the last known
@@ -158,10 +165,18 @@ class RemoteEngine:
             self.state, self.why = ReplicaState.READY, ""
             return True
 
-    def submit(self, ticket: Ticket) -> None:
-        """Raises as `Engine.submit`, and LostError."""
+    @property
+    def has_trial(self) -> bool:
+        """Whether a request is `on_trial` here."""
+        return any(ticket.on_trial for ticket in list(self._tickets.values()))
+
+    def take(self, ticket: Ticket) -> None:
+        """It counts from now on; `submit` follows."""
         ticket.begin(next(self._numbers), self)
         self._tickets[ticket.number] = ticket
+
+    def submit(self, ticket: Ticket) -> None:
+        """Raises as `Engine.submit`, and LostError."""
         try:
             more = {**ticket.more, "elsewhere": ticket.elsewhere, "waited": time.monotonic() - ticket.arrival}
             self._ask("submit", ticket.number, ticket.prompt, wire.packed_params(ticket.params), more)
@@ -202,7 +217,8 @@ class RemoteEngine:
             self._replies.pop(number, None)
 
     def run(self, link: Link) -> list[Ticket]:
-        """Deliver what the engine sends until the connection ends. Returns the accepted requests that are unfinished."""
+        """Deliver what the engine sends until the connection ends. Returns the accepted requests that are unfinished. Any
+        that the engine had may be the cause, unless it has said that it leaves; the only one is, if no network was between."""
         for kind, number, *rest in link.messages:
             if kind == "output":
                 self._deliver(number, wire.output_of(rest[0]))
@@ -212,21 +228,25 @@ class RemoteEngine:
             else:
                 self._reply(kind, number, *rest)
         with self._turn:
+            leaves = self.state is ReplicaState.DRAINING
             self._link, self.state = None, ReplicaState.DOWN
         link.close()
-        lost = [ticket for ticket in self._tickets.values() if ticket.accepted]
+        had = list(self._tickets.values())
         self._tickets.clear()
+        for ticket in () if leaves else had:
+            ticket.moves += MOVES + 1 if len(had) == 1 and not self.address else 1
         if self._stats is not None:
             self._stats = settled(self._stats)
         for reply in list(self._replies.values()):
             reply.set_exception(LostError(f"the engine's process ended ({self.name})"))
-        return lost
+        return [ticket for ticket in had if ticket.accepted]
 
     def _deliver(self, number: int, output: Output) -> None:
         if (ticket := self._tickets.get(number)) is None:
             return  # it was cancelled
         if not ticket.accepted:  # the engine was quicker than its reply, which may never come
             self._reply("done", number, None)
+        was_on_trial = ticket.on_trial
         try:
             ticket.deliver(output)
         except Exception:  # of the caller's code: a closed event loop, for example
@@ -235,6 +255,8 @@ class RemoteEngine:
             self.cancel(ticket)
         if not ticket.unfinished:
             del self._tickets[number]
+        if was_on_trial and not ticket.on_trial:
+            self.trial_ended()
 
     def _reply(self, kind: str, number: int, *rest: Any) -> None:
         if (reply := self._replies.pop(number, None)) is None:

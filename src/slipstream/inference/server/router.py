@@ -3,6 +3,10 @@
 A request goes to the engine that has least left to compute for it: `ranked`. If an engine ends, requests of which nothing has been
 delivered go to another, as new ones; streams that have begun end with an error. One thread for each engine starts it, or connects
 to it on another host, reads from it, and does so again when it ends; a request is sent by the thread that submits it.
+
+[Note: Trials] One of the requests that an engine had when it ended may be the cause. If there was only one, and no network between,
+it ends with an error. Of several, another engine gets the next when it has made a token of the one before, so that few have been in
+two engines that ended; these end with an error.
 """
 
 from __future__ import annotations
@@ -27,17 +31,17 @@ from slipstream.inference.core import Finish, QueueFullError, SamplingParams, ta
 from slipstream.inference.embedding import Embedded, EmbeddingEngine, Pooling, Scored
 from slipstream.inference.engine import ClosedError, Engine, Sink
 from slipstream.inference.server.process import Connected, EngineProcess, ReplicaError, Spare, Zygote
-from slipstream.inference.server.remote import LostError, RemoteEngine, ReplicaState, Ticket
+from slipstream.inference.server.remote import MOVES, LostError, RemoteEngine, ReplicaState, Ticket
 from slipstream.inference.source import open_tokenizer
 from slipstream.inference.stats import Stats
 from slipstream.inference.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-MOVES = 1  # engines that may end while they have a request: it may be the cause
 SETTLED = 30.0  # seconds after which an end is no consequence of the start
 PAUSE = 0.25  # seconds before the second start in a row, doubled for each further one
 ON_DISK = ("expert_cache_bytes", "weights_bytes", "weights_folder")  # a fork cannot use the files and threads of its parent
+CAUSE = "the request may be the cause, so it is not tried again"
 AWAY = "no engine's process is ready; they start again; try again later"
 AGREED = {  # facts that are equal for all engines -> the remedy
     "version": "install the same version of Slipstream",
@@ -131,6 +135,7 @@ class Router:
         self._agreed = {name: ("this server", value) for name, value in (facts or {}).items()}  # who said it first, and what
         for engine in self.engines:
             engine.others = [one for one in self.engines if one is not engine]
+            engine.trial_ended = lambda: threading.Thread(target=self._house, daemon=True).start()  # its reader reads the replies
         self._lock = threading.Lock()  # of the choice of an engine: what is known and outstanding
         self._loading = threading.Lock()  # of the adapters, which an engine gets before it is ready
         self._added: dict[str, str] = {}  # adapters that were loaded at run time: name -> folder
@@ -347,6 +352,10 @@ class Router:
     def _ready(self) -> list[RemoteEngine]:
         return [engine for engine in self.engines if engine.state is ReplicaState.READY]
 
+    def _free(self) -> list[RemoteEngine]:
+        """Those that may get a request that another engine has ended with: [Note: Trials]."""
+        return [engine for engine in self._ready() if not engine.has_trial]
+
     def _place(self, ticket: Ticket) -> None:
         """Submit to the best engine that takes it. Raises as `Engine.submit`."""
         refused: set[RemoteEngine] = set()
@@ -354,13 +363,13 @@ class Router:
         while engine := self._choose(ticket, refused):
             try:
                 engine.submit(ticket)
+            except LostError as error:
+                self._move([ticket], str(error))
+                return
             except (ClosedError, QueueFullError) as error:
                 refused.add(engine)
                 engine.owed[ticket.more["tenant"]] += ticket.elsewhere
                 full = error if isinstance(error, QueueFullError) else full
-                ticket.moves += isinstance(error, LostError)
-                if ticket.moves > MOVES:
-                    raise
             else:
                 if ticket.cancelled:  # meanwhile
                     engine.cancel(ticket)
@@ -368,9 +377,10 @@ class Router:
         raise full or ClosedError(self.why or AWAY)
 
     def _choose(self, ticket: Ticket, refused: set[RemoteEngine]) -> RemoteEngine | None:
-        """The best of the others, which now knows the prompt."""
+        """The best of the others, which now has the ticket and knows the prompt."""
         with self._lock:
-            if not (engines := [engine for engine in self._ready() if engine not in refused]):
+            ready = self._free() if ticket.moves else self._ready()
+            if not (engines := [engine for engine in ready if engine not in refused]):
                 return None
             matched = [next((n for n, key in enumerate(ticket.keys) if key not in one.known), len(ticket.keys)) for one in engines]
             tenant, size = ticket.more["tenant"], ticket.size
@@ -389,6 +399,7 @@ class Router:
                 engine.known.move_to_end(key)
             while len(engine.known) > engine.facts["num_blocks"]:
                 engine.known.popitem(last=False)
+            engine.take(ticket)
             return engine
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -403,32 +414,34 @@ class Router:
     def _move(self, lost: Sequence[Ticket], why: str) -> None:
         """Requests that have not begun go to another engine; without one, to the next that is ready."""
         for ticket in lost:
-            ticket.moves += 1
             ticket.accepted = False
             if ticket.cancelled or self._closed.is_set():
                 ticket.end(Finish.CANCELLED)
-            elif ticket.begun or ticket.moves > MOVES or self.why:
+            elif ticket.begun or self.why:
                 ticket.end(Finish.ERROR, why)
+            elif ticket.moves > MOVES:
+                ticket.end(Finish.ERROR, f"{why}; {CAUSE}")
             else:
                 with self._lock:
                     self._homeless.append(ticket)
         self._house()
 
     def _house(self) -> None:
-        """Place those that wait for an engine, if one is ready."""
-        while self._ready():
+        """Place those that wait for an engine, if one is free."""
+        while self._free():
             with self._lock:
                 if not self._homeless:
                     return
-                ticket = self._homeless.pop(0)
+                ticket = min(self._homeless, key=lambda ticket: ticket.more["priority"])
+                self._homeless.remove(ticket)
             if ticket.cancelled:
                 ticket.end(Finish.CANCELLED)
                 continue
             try:
                 self._place(ticket)
             except (ValueError, QueueFullError, ClosedError) as error:
-                is_short = isinstance(error, QueueFullError) and len(self._ready()) < len(self.engines)  # one may come back
-                if not (is_short or isinstance(error, ClosedError)) or ticket.moves > MOVES:
+                is_short = isinstance(error, QueueFullError) and len(self._free()) < len(self.engines)  # one may come back
+                if not (is_short or isinstance(error, ClosedError)):
                     ticket.end(Finish.ERROR, str(error))
                     continue
                 with self._lock:  # all have ended meanwhile, or the others are full
