@@ -382,6 +382,7 @@ def test_every_field_of_openais_is_known(model: type[BaseModel], params: Any) ->
 
 
 USER = {"role": "user", "content": "hi"}
+TEXT = {"type": "text", "text": "hi"}
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
 
 
@@ -390,6 +391,10 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
     [
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [USER, PICTURE]}, "messages.1.content.0.type", "only text .*image_url"),
+        ({"messages": [USER | {"content": [{"type": "text"}]}]}, "messages.0.content.0.text", "content.0.text: Field required"),
+        ({"messages": [USER | {"content": [TEXT, {"text": "x"}]}]}, "messages.0.content.1.type", "Field required"),
+        ({"messages": [USER | {"content": [TEXT, TEXT | {"text": None}]}]}, "messages.0.content.1.text", "valid string"),
+        ({"messages": [USER | {"content": [TEXT, "x"]}]}, "messages.0.content.1", "object|dictionary"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "developer"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "needs content"),
         ({"messages": [USER | {"audio": {"id": "f"}}]}, "messages.0.audio", "not supported"),
