@@ -179,6 +179,7 @@ class TransformerConfig:
     late_positions: bool = False  # learnt positions are added after that product (OPT), else before it (ELECTRA)
     num_positions: int = 0  # learnt positions in the files; 0: none
     position_offset: int = 0  # the learnt position of the first token
+    pad_token: int = -1  # that learnt positions do not count (RoBERTa): each has the one before the first; -1: they count all
     num_token_types: int = 0
     alibi: tuple[float, ...] = ()  # of each head: its scores fall by this per position between query and key
     residual_scale: float = 1.0  # on what is added to the residual (Granite)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from slipstream.inference.config import NORMS, Latent, Layer, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch
-from slipstream.inference.decoder import add_experts, choose, soft_cap, text_batch
+from slipstream.inference.decoder import add_experts, choose, learnt, soft_cap, text_batch
 from slipstream.inference.joined import JoinedParts
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import rope_table, shape_of
@@ -496,7 +496,7 @@ class CudaDecoder:
         x = (self._joined.embedded(parts.embed, step.tokens).to(self.dtype) * self._embed_scale).float()
         if parts.token_types is not None:
             x += parts.token_types[0] if step.types is None else F.embedding(step.types, parts.token_types)
-        places = None if parts.positions is None else F.embedding(step.positions + c.position_offset, parts.positions)
+        places = None if parts.positions is None else F.embedding(learnt(c, step.tokens, step.positions), parts.positions)
         x = x if places is None or c.late_positions else x + places
         x = x if parts.embed_norm is None else add_norm(x, None, None, parts.embed_norm, torch.float32)
         x = x if parts.embed_in is None else parts.embed_in(x.to(self.dtype), summed=True)[0]

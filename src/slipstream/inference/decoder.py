@@ -85,6 +85,16 @@ def text_batch(texts: Sequence[Sequence[int]], block_size: int) -> Batch:
     return Batch(tuple(chunks), ())
 
 
+def learnt(config: TransformerConfig, tokens: Tensor, positions: Tensor) -> Tensor:
+    """The learnt positions of tokens; of whole texts, if the model does not count all."""
+    if config.pad_token < 0:
+        return positions + config.position_offset
+    pads = (tokens == config.pad_token).long()
+    before = pads.cumsum(0) - pads  # in the batch
+    first = torch.arange(len(tokens), device=tokens.device) - positions  # of each token's text
+    return torch.where(pads > 0, -1, positions - before + before[first]) + config.position_offset
+
+
 def head_shapes(config: TransformerConfig) -> list[HeadShape]:
     _, own = config.own_heads
     return [HeadShape(own.stop - own.start, config.head_dim)] * len(config.layers)
@@ -144,7 +154,7 @@ class Decoder:
         x_TE = self._joined.embedded(w.embed, inputs.tokens).to(self.dtype) * self._embed_scale
         if w.token_types is not None:
             x_TE = x_TE + (w.token_types[0] if types is None else w.token_types[types]).to(self.dtype)
-        places = None if w.positions is None else w.positions[inputs.positions + c.position_offset].to(self.dtype)
+        places = None if w.positions is None else w.positions[learnt(c, inputs.tokens, inputs.positions)].to(self.dtype)
         x_TE = x_TE if places is None or c.late_positions else x_TE + places
         x_TE = self._normed("embed_norm", w, x_TE)
         x_TE = x_TE if w.embed_in is None else linear(x_TE, w.embed_in, w.embed_in_bias)

@@ -338,6 +338,7 @@ def _bert(base: str, *, part: str = "encoder", **more: Any) -> FamilyRow:
 _ROBERTA = {
     **_ENCODER,
     "position_offset": lambda c: c["pad_token_id"] + 1,
+    "pad_token": lambda c: c["pad_token_id"],
     "max_context": lambda c: c["max_position_embeddings"] - c["pad_token_id"] - 1,
 }
 _GPT2_KEYS = _pairs(

@@ -25,6 +25,7 @@ from torch import Tensor
 from slipstream.inference.adapters import ROLES
 from slipstream.inference.config import NO_LATENT, NORMS, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch, Generate, numbers_of
+from slipstream.inference.decoder import learnt
 from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import untouched_zeros
 from slipstream.inference.layer_store import LayerStore, WeightMemory, choose
@@ -618,8 +619,7 @@ class NativeDecoder:
             embed_scale=float(torch.tensor(config.embed_scale, dtype=embed.dtype if isinstance(embed, Tensor) else torch.bfloat16)),
             attn_scale=config.attn_scale or config.head_dim**-0.5,
             **placed,
-            positions=self._vector("positions", weights.positions, lambda weight: weight[config.position_offset :]),
-            token_types=self._vector("token_types", weights.token_types),
+            **self._added(weights),
             slopes=self._keep(torch.tensor(config.alibi[heads], dtype=torch.float32)) if config.alibi else None,
             embed_norm=self._norm(weights, "embed_norm"),
             final_norm=self._norm(weights, "final_norm"),
@@ -629,6 +629,14 @@ class NativeDecoder:
             layers=self._layers,
             ranks=None if self.ranks is None else ctypes.addressof(self.ranks.record),
         )
+
+    def _added(self, weights: DecoderWeights) -> dict[str, int | None]:
+        """What is added to embeddings. Where positions are not one after the other, they are types."""
+        positions, types, offset = weights.positions, weights.token_types, self.config.position_offset
+        if positions is not None and types is not None and self.config.pad_token >= 0:
+            return {"token_types": self._vector("positions", positions, lambda weight: weight + types[0].float())}
+        named = {"positions": self._vector("positions", positions, lambda weight: weight[offset:])}
+        return named | {"token_types": self._vector("token_types", types)}
 
     # -- new weights --
 
@@ -707,6 +715,9 @@ class NativeDecoder:
         assert table_at[-1] <= self.num_blocks, "the cache holds all tokens"
         ids, tables, rows = (array("i", values) for values in (chain(*texts), range(table_at[-1]), range(first_row[-1])))
         kinds = None if types is None else array("i", chain(*types))
+        if self.config.pad_token >= 0:
+            positions = torch.tensor([place for text in texts for place in range(len(text))])
+            kinds = array("i", learnt(self.config, torch.tensor(ids), positions).tolist())
         numbers = ids, first_row, array("i", [0]) * len(texts), turns, tables, table_at[:-1], rows
         self._allocate(len(ids), len(rows))
         with nullcontext() if self.ranks is None else self.ranks.forward((), (*numbers, kinds or array("i"))):
