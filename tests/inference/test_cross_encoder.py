@@ -15,6 +15,7 @@ import slipstream
 from slipstream.inference.server.router import Router
 from slipstream.inference.text import Tokenizer
 from tests.inference.test_embedding import BERT, DISTIL, MODERN, native
+from tests.inference.twins import SIZES
 
 ONE = {"num_labels": 1, "pad_token_id": 0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -124,6 +125,10 @@ def test_other_classifiers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         slipstream.init_inference(
             folder_of(tmp_path / "tanh", settings={"sbert_ce_default_activation_function": "torch.nn.Tanh"}), device="cpu"
         )
+    config = transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, num_labels=1)
+    transformers.Qwen3ForSequenceClassification(config).save_pretrained(tmp_path / "decoder")
+    with pytest.raises(ValueError, match="Qwen3ForSequenceClassification, a classifier over a decoder, which is not served"):
+        slipstream.init_inference(tmp_path / "decoder", device="cpu")
 
 
 @given(st.text("abcd", max_size=30), st.text("abcd", max_size=30), st.integers(3, 40))

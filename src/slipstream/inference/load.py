@@ -24,7 +24,7 @@ from slipstream.config import huggingface
 from slipstream.inference.config import ModelPart, Rope, TransformerConfig
 from slipstream.inference.families import FAMILIES, UnsupportedModel
 from slipstream.inference.gguf_file import GgufFile, GgufTensor, form_of, is_block, matrix, read_gguf
-from slipstream.inference.models import MisfitError, from_hf, from_state, head_name, outline, shape_of
+from slipstream.inference.models import MisfitError, from_hf, from_state, head_name, is_encoder, outline, shape_of
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
 from slipstream.inference.quantized_files import restored
 from slipstream.inference.runner import why_not_native
@@ -186,6 +186,12 @@ def _folder(path: Path, opening: Opening) -> LoadedModel:
         raise ValueError(f"{path} has neither config.json nor metadata.json: it is no Hugging Face folder and no checkpoint")
     huggingface.check_folder(path)  # transformers never sees an invalid file
     values = huggingface.read_config(path / "config.json")
+    kind = str(next(iter(values.get("architectures") or ()), ""))
+    if "Classification" in kind and not is_encoder(values.get("model_type")):
+        raise ValueError(
+            f"{path} is a {kind}, a classifier over a decoder, which is not served; served are decoders with a language model "
+            "head, or with sentence-transformers' modules.json to embed, and classifiers of one label over BERT and its like"
+        )
     quantization = values.get("quantization_config") or {}
     config = from_hf({**values, "quantization_config": None})
     if (path / "modules.json").is_file():  # of sentence-transformers: a decoder that embeds

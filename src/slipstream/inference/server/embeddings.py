@@ -91,7 +91,8 @@ async def _answer(
     def prepare(server: Serving, body: bytes) -> tuple[Kind, Callable[[], Response]]:
         given, engine = server.parsed(kind, body), server.engine
         if not isinstance(engine, Embedder) or not engine.embeds:
-            raise RequestError(f"{engine.model_name} generates text; serve an encoder for vectors", code="unsupported_model")
+            message = f"{engine.model_name} generates text; serve an encoder for vectors, and it or a cross-encoder for scores"
+            raise RequestError(message, code="unsupported_model")
         cut = given.truncate_prompt_tokens
         if cut is not None and cut not in (-1, engine.max_context):
             message = f"truncate_prompt_tokens is {cut}; texts are cut to the model's {engine.max_context} tokens (or -1) only"
