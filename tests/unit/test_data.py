@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from slipstream.train.data import RepeatingLoader, StatefulLoader
@@ -227,6 +227,24 @@ def test_workers_change_nothing(kind: type[Any]) -> None:
     second = loader(dataset, 2, 1, 2, num_workers=1)
     second.load_state_dict({"epoch": 0, "samples": 4, "seed": 7} | ({"length": 9} if kind is Numbers else {}))
     assert list(second) == expected[1:]
+
+
+class PerWorker(Stream):
+    first = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (self.first + i for i in range(self.length))
+
+
+def start_at_100(worker: int) -> None:
+    dataset = get_worker_info().dataset  # type: ignore[union-attr]
+    assert isinstance(dataset, PerWorker), type(dataset)
+    dataset.first = 100
+
+
+def test_a_worker_that_starts_gets_the_users_dataset() -> None:
+    batches = loader(PerWorker(4), 2, 1, 2, num_workers=1, workers={"worker_init_fn": start_at_100})
+    assert list(batches) == [[101, 103]]
 
 
 def test_streams_of_their_own_shard() -> None:

@@ -24,11 +24,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from slipstream.data.sampler import OtherDataError, generator_of
 
@@ -192,6 +193,7 @@ class StatefulLoader:
             self.dataset.set_epoch(position.epoch)
         skip = 0 if positioned else position.samples
         if not _is_sharded(self.dataset):
+            options["worker_init_fn"] = partial(_start_worker, options.get("worker_init_fn"))
             return iter(DataLoader(_RankStream(self, skip), batch_size=None, **options))
         own = DataLoader(self.dataset, batch_size=self.batch_size, drop_last=self.drop_last, **options)
         return itertools.islice(own, skip // self.global_batch_size, None)
@@ -319,6 +321,14 @@ class _RankStream(IterableDataset[list[Any]]):
                 return
             stop = -(-len(window) // self.padding) * self.padding
             yield [window[i % len(window)] for i in range(self.rank, stop, self.world_size)]
+
+
+def _start_worker(init: Callable[[int], Any] | None, worker: int) -> None:
+    """Let `get_worker_info().dataset` be the user's dataset, not the stream around it."""
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # torch forbids `info.dataset =`
+    if init is not None:
+        init(worker)
 
 
 def _check_iterable(dataset: Any, num_workers: int, workers: Mapping[str, Any]) -> None:
