@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.observe.memory import MemoryReading
+from slipstream.world import host
 from slipstream.world.join import local_world_size
 
 SUPPORTED = ("cuda", "cpu")
@@ -120,8 +121,8 @@ _ON_CPU: Mapping[str, Any] = {
     "current_device_name": lambda: "cpu",
     "communication_backend_name": lambda: "gloo",
     "is_bf16_supported": lambda: True,
-    "total_memory": lambda device_index=None: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-    "available_memory": lambda device_index=None: os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    "total_memory": lambda device_index=None: host.memory_total(),
+    "available_memory": lambda device_index=None: host.available_memory(),
     "pin_memory": lambda tensor, *args, **kwargs: tensor,
     # the ranks of this host: LOCAL_SIZE, or the launcher's count
     "device_count": lambda: int(os.environ.get("LOCAL_SIZE", "0")) or local_world_size(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_map
 
-from slipstream.compat.accelerator import get_accelerator
+from slipstream.compat.accelerator import DeepSpeedAccelerator, get_accelerator
 from slipstream.compat.comm import get_rank
 from slipstream.zero.wrap import is_leaf
 
@@ -61,8 +60,8 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     names = {"MA": "memory_allocated", "Max_MA": "max_memory_allocated", "CA": "memory_reserved", "Max_CA": "max_memory_reserved"}
     logger.warning("%s", message)
     logger.warning("%s", "         ".join(f"{title} {getattr(device, name)() / gib:.2f} GB" for title, name in names.items()))
-    total, free = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
-    used = total - free
+    host = DeepSpeedAccelerator("cpu")
+    used = (total := host.total_memory()) - host.available_memory()
     logger.warning("CPU Virtual Memory:  used = %.2f GB, percent = %.1f%%", used / gib, 100 * used / total)
 
 
