@@ -347,3 +347,20 @@ def test_a_schedule_of_torch_by_name_follows_the_engine_without_a_warning() -> N
         torch.optim.lr_scheduler.StepLR(optimizer, 1).step()  # a user's own, made of it
     assert scheduler.optimizer is optimizer and optimizer.param_groups[0]["lr"] == pytest.approx(rate * 0.5 * 0.1)
     engine.destroy()
+
+
+@distributed(world_size=2)
+def test_gradients_are_averaged_or_summed_as_the_script_sets() -> None:
+    for stage in (1, 3):
+        config = toy.settings(stage, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+        engine, *_ = initialize(model=toy.seeded(toy.Lm), config=config)
+        norms = []
+        for averages in (True, False, True):
+            engine.gradient_average = averages
+            toy.step(engine, toy.tokens(0, 0))
+            norms.append(engine.get_global_grad_norm())
+        assert norms == [norms[0], pytest.approx(2 * norms[0]), norms[0]] and engine.gradient_average
+        engine.backward(engine(toy.tokens(0, 0)))
+        with pytest.raises(RuntimeError, match="gradient_average set after 1 backward passes"):
+            engine.gradient_average = False
+        engine.destroy()

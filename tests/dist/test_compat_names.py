@@ -10,6 +10,7 @@ from slipstream.compat.config import DeepSpeedConfig
 from slipstream.compat.groups import _create_expert_and_data_parallel
 from slipstream.compat.runtime_utils import clip_grad_norm_, get_weight_norm
 from slipstream.compat.sequence import _SeqAllToAll
+from slipstream.world.watch import PeerError
 from tests.pool import distributed
 
 
@@ -58,6 +59,8 @@ def test_heads_for_tokens() -> None:
     torch.testing.assert_close(own.grad, 2 * own.detach() * weights**2, rtol=0, atol=0)
     with pytest.raises(ValueError, match="2 ranks do not divide dimension 2"):
         _SeqAllToAll.apply(None, own[:, :, :5], 2, 1)
+    with pytest.raises(PeerError, match=r"exchange of (12|18) elements"):
+        _SeqAllToAll.apply(None, whole[:, : 2 + rank].contiguous(), 2, 1)
     with pytest.raises(ValueError, match="over 3 ranks each"):
         _create_expert_and_data_parallel(3)
     _create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)

@@ -80,7 +80,7 @@ def test_every_name_that_is_said_to_be_served_is(deepspeed: ModuleType) -> None:
             assert getattr(loaded, name) is not None
             assert name in dir(loaded)
     for alias, module in names.ALIASES.items():
-        for name in " ".join(names.SERVED[module].get(home, "") for home in names.SERVED[module]).split():
+        for name in " ".join(names.SERVED.get(module, {}).values()).split():
             assert getattr(importlib.import_module(alias), name) is getattr(importlib.import_module(module), name)
 
 
@@ -132,6 +132,12 @@ def test_what_clients_look_for_when_they_import(deepspeed: Any) -> None:
     assert deepspeed.utils.logger.name == "slipstream" and deepspeed.__version__.startswith("0.19.8+slipstream")
     assert deepspeed.get_accelerator().current_device_name() == "cpu"
     assert deepspeed.utils.groups._get_sequence_parallel_world_size() == 1
+    assert deepspeed.dist.get_rank() == deepspeed.comm.get_rank() == 0
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    assert deepspeed.checkpointing._CUDA_RNG_STATE_TRACKER is tracker  # GPT-NeoX, and the next three Megatron-DeepSpeed
+    assert deepspeed.checkpoint.PADDED_VOCAB_SIZE == deepspeed.checkpoint.constants.PADDED_VOCAB_SIZE
+    with pytest.raises(NotImplementedError, match="use DistributedAttention"):
+        deepspeed.sequence.fpdt_layer.FPDT_Attention(1)
 
 
 def test_it_refuses_the_real_ones_files(tmp_path: Path) -> None:
@@ -351,6 +357,60 @@ def test_a_schedule_steps_with_the_engine(deepspeed: Any) -> None:
     engine.destroy()
 
 
+class Samples:
+    """A schedule that counts samples, as Megatron's `OptimizerParamScheduler`."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.num_steps = optimizer, 0
+
+    def step(self, increment: int) -> None:
+        self.num_steps += increment
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + self.num_steps)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_steps = state["num_steps"]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_schedule_may_count_samples(deepspeed: Any, tmp_path: Path) -> None:
+    """It gets those of the window, or what the step says; after an overflow nothing. A checkpoint has its state."""
+    half = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    config = toy.settings(2, gradient_accumulation_steps=2, optimizer=None, fp16=half)
+    model = toy.seeded(toy.Lm)
+    stages = deepspeed.PipelineModule([torch.nn.Linear(2, 2)], num_stages=1, loss_fn=torch.nn.MSELoss())
+    own, others = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(stages.parameters())
+    engine, _, _, schedule = deepspeed.initialize(model=model, optimizer=own, lr_scheduler=Samples(own), config=config)
+    for i in range(2):
+        step(engine, i)
+    assert schedule is engine.lr_scheduler is engine.client_lr_scheduler and schedule.num_steps == engine.train_batch_size() == 4
+    engine.save_checkpoint(str(tmp_path))
+    for increment, total in ((7, 4), (8, 12)):
+        engine.backward(engine(toy.tokens(0, 0)))
+        engine.step(lr_kwargs={"increment": increment})
+        assert schedule.num_steps == total and engine.get_lr() == [1e-2 / (1 + total)]
+    for _ in range(2):
+        engine.backward(engine(toy.tokens(0, 0)) * float("inf"))
+        engine.step(lr_kwargs={"increment": 8})
+    assert schedule.num_steps == 12 and engine.skipped_steps == 1
+    engine.set_train_batch_size(6)
+    for i in range(3):
+        step(engine, i)
+    assert schedule.num_steps == 18
+    with pytest.raises(ValueError, match=r"lr_kwargs=.*Samples.step\(\): missing a required argument: 'increment'"):
+        engine.step(lr_kwargs={"tokens": 1})
+    engine.load_checkpoint(str(tmp_path))
+    assert schedule.num_steps == 4
+    engine.destroy()
+    engine, _, _, schedule = deepspeed.initialize(model=stages, optimizer=others, lr_scheduler=Samples, config=toy.settings(1))
+    engine.train_batch(iter([(torch.ones(2, 2), torch.zeros(2, 2))]))
+    assert schedule.num_steps == 2
+    engine.destroy()
+
+
 @pytest.mark.usefixtures("group")
 def test_a_schedule_without_an_optimizer_is_left_out(deepspeed: Any) -> None:
     """transformers takes the optimizer out of the config, and leaves the schedule, where it only evaluates."""
@@ -493,7 +553,7 @@ def test_a_tag_may_be_a_number_and_a_client_state_a_namespace(deepspeed: Any, tm
 @pytest.mark.usefixtures("group")
 def test_a_folder_without_a_checkpoint(deepspeed: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = make(deepspeed)
-    assert engine.load_checkpoint(str(tmp_path)) == (None, {})
+    assert engine.load_checkpoint(str(tmp_path)) == (None, None)  # Lightning asks for the second
     assert "latest" in caplog.text
     engine.destroy()
 
@@ -684,8 +744,13 @@ def test_what_the_caller_gave(deepspeed: Any) -> None:
     ):
         settings = toy.settings(1, optimizer=config)
         engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=settings, dist_init_required=False)
-        assert engine.optimizer_name() == name and engine.mpu is None
+        assert engine.optimizer_name() == name and engine.mpu is engine.client_lr_scheduler is engine.seq_parallel_group is None
+        assert engine.basic_optimizer is (own or engine.optimizer.optimizer) and engine.sequence_parallel_size == 1
+        assert engine.optimizer.dp_process_group is engine.data_parallel_group and not engine.has_moe_layers
+        engine.has_moe_layers = True  # GPT-NeoX, for layers that DeepSpeed does not know
+        assert engine.has_moe_layers
         engine.destroy()
+        assert engine.basic_optimizer is None
     pipeline = deepspeed.PipelineModule([model], loss_fn=lambda out, target: out.mean(), num_stages=1)
     engine, *_ = deepspeed.initialize(model=pipeline, config=toy.settings(1), dist_init_required=False)
     assert engine.mpu is engine.grid and engine.mpu.get_data_parallel_world_size() == 1  # as scripts read it
@@ -934,6 +999,22 @@ def test_the_command_is_slipstream_run(command: str, translated: str) -> None:
 
     assert launcher.translate(command.split()) == translated.split()
     cli.build_parser().parse_args(translated.split())
+
+
+def test_hosts_for_scripts_that_launch(deepspeed: Any, tmp_path: Path) -> None:
+    """GPT-NeoX and MII read a hostfile themselves."""
+    runner, file = deepspeed.launcher.runner, tmp_path / "hosts"
+    file.write_text("a slots=4\nb slots=2  # a comment\n")
+    pool = runner.fetch_hostfile(str(file))
+    assert pool == {"a": 4, "b": 2} and runner.fetch_hostfile(str(tmp_path / "none")) is None
+    for inclusion, exclusion, chosen in (
+        ("", "", {"a": [0, 1, 2, 3], "b": [0, 1]}),
+        ("b@a:1,3", "", {"a": [1, 3], "b": [0, 1]}),
+        ("", "a@b:0", {"b": [1]}),
+    ):
+        assert runner.parse_inclusion_exclusion(pool, inclusion, exclusion) == chosen
+    with pytest.raises(ValueError, match="unknown host c"):
+        runner.parse_inclusion_exclusion(pool, "c", "")
 
 
 def test_the_command_refuses_what_is_not_there() -> None:

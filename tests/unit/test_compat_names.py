@@ -16,6 +16,7 @@ import torch
 
 from slipstream.compat.constants import TABLES
 from slipstream.config.keys import table as config_keys
+from slipstream.world import host
 from tests import toy
 from tests.unit.test_compat import deepspeed, group, make  # noqa: F401 (fixtures)
 
@@ -46,6 +47,7 @@ runtime.constants GRADIENT_ALLREDUCE_OP_SUPPORTED ["mean", "sum"]
 runtime.constants CHECKPOINT_TAG_VALIDATION_DEFAULT "WARN"
 runtime.config ADAM_OPTIMIZER "adam"
 runtime.config LAMB_OPTIMIZER "lamb"
+runtime.config ONEBIT_LAMB_OPTIMIZER "onebitlamb"
 runtime.config TORCH_ADAM_PARAM "torch_adam"
 runtime.config ADAM_W_MODE_DEFAULT true
 runtime.config MAX_GRAD_NORM "max_grad_norm"
@@ -59,6 +61,7 @@ runtime.fp16.loss_scaler INITIAL_LOSS_SCALE "init_scale"
 runtime.fp16.loss_scaler MIN_LOSS_SCALE "min_scale"
 runtime.zero.config ZERO_OPTIMIZATION "zero_optimization"
 runtime.activation_checkpointing.config ACT_CHKPT_PROFILE_DEFAULT false
+runtime.model_checkpointing.constants CHECKPOINT_WRITER_DECOUPLED "decoupled"
 runtime.swap_tensor.constants AIO_BLOCK_SIZE_DEFAULT 1048576
 runtime.data_pipeline.constants DATA_EFFICIENCY_SEED_DEFAULT 1234
 profiling.constants FLOPS_PROFILER_MODULE_DEPTH_DEFAULT -1
@@ -127,6 +130,9 @@ def test_a_cpu_as_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not accelerator.is_pinned(torch.ones(1)) and accelerator.is_fp64_supported() and accelerator.export_envs() == []
     stats = accelerator.memory_stats()
     assert 0 < stats["allocated_bytes.all.current"] <= stats["allocated_bytes.all.peak"]
+    monkeypatch.setattr(host, "_limits", lambda: {Path("job"): 7 << 20, Path("job/step"): 6 << 20})
+    monkeypatch.setattr(host, "_used", lambda folder: (5 << 20) if folder.name == "job" else 1 << 20)
+    assert (accelerator.total_memory(), accelerator.available_memory()) == (6 << 20, 2 << 20)  # of the control groups
     env: dict[str, str] = {}
     accelerator.set_visible_devices_envs(env, [0, 2])
     assert env == {"CUDA_VISIBLE_DEVICES": "0,2"}

@@ -6,9 +6,11 @@ import logging
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.activations.random_states import MODEL_PARALLEL, RandomStates, seed_device, tracked
 from slipstream.activations.recompute import checkpoint
+from slipstream.compat.accelerator import get_accelerator
 from slipstream.config import load_config
 from slipstream.parallel.mpu import tensor_rank
 
@@ -19,6 +21,7 @@ _mpu: Any = None
 
 non_reentrant_checkpoint = checkpoint
 CudaRNGStatesTracker = RandomStates
+_CUDA_RNG_STATE_TRACKER, _MODEL_PARALLEL_RNG_TRACKER_NAME = tracked, MODEL_PARALLEL  # as GPT-NeoX reads them
 
 
 def configure(
@@ -68,6 +71,10 @@ def is_configured() -> bool:
 
 def reset() -> None:
     """A no-op: no state is kept between steps."""
+
+
+def _set_cuda_rng_state(new_state: Tensor, device: Any = -1) -> None:
+    get_accelerator().set_rng_state(new_state)
 
 
 def get_cuda_rng_tracker() -> RandomStates:

@@ -98,8 +98,9 @@ RANDOM_LTD_ warmup_layer_tokens
 """)
 
 _OPTIMIZERS = _read("""
-- ADAGRAD_OPTIMIZER:adagrad ADAM_OPTIMIZER:adam ADAMW_OPTIMIZER:adamw LAMB_OPTIMIZER:lamb MUADAM_OPTIMIZER:muadam
-- MUADAMW_OPTIMIZER:muadamw MUSGD_OPTIMIZER:musgd LION_OPTIMIZER:lion MUON_OPTIMIZER:muon
+- ADAGRAD_OPTIMIZER:adagrad ADAM_OPTIMIZER:adam ADAMW_OPTIMIZER:adamw LAMB_OPTIMIZER:lamb ONEBIT_ADAM_OPTIMIZER:onebitadam
+- ONEBIT_LAMB_OPTIMIZER:onebitlamb ZERO_ONE_ADAM_OPTIMIZER:zerooneadam MUADAM_OPTIMIZER:muadam MUADAMW_OPTIMIZER:muadamw
+- MUSGD_OPTIMIZER:musgd LION_OPTIMIZER:lion MUON_OPTIMIZER:muon
 """)
 _CONFIG = _read("- EXPERT_PARALLEL:expert_parallel TORCH_ADAM_PARAM:torch_adam adam_w_mode=true")
 _CONFIG |= {**_OPTIMIZERS, "DEEPSPEED_OPTIMIZERS": list(_OPTIMIZERS.values()), "TENSOR_CORE_ALIGN_SIZE": 8}
@@ -151,6 +152,11 @@ _CHECKPOINT = _read("""
 """)
 _CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_VALUE"] = 0.4
 
+_SAVING = _read("""
+CHECKPOINT_ writer CHECKPOINT_WRITER_TYPE:type io_buffer_size=67108864 io_buffer_double=true io_multiplier=1 data_parallel=null
+CHECKPOINT_ CHECKPOINT_WRITER_DECOUPLED:decoupled=false CHECKPOINT_IO_STATISTICS:show_statistics=false
+""")
+
 _GENERAL = _read("- INFERENCE_GENERIC_MODE:generic INFERENCE_SPECIALIZED_MODE:specialized")
 _GENERAL |= {
     "TORCH_DISTRIBUTED_DEFAULT_PORT": 29500,
@@ -173,6 +179,7 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
     "deepspeed.runtime.config": {**_RUNTIME, **_DATA_PIPELINE, **_CONFIG},
     "deepspeed.runtime.engine": {name: _CONFIG[name] for name in (*_OPTIMIZERS, "DEEPSPEED_OPTIMIZERS", "TORCH_ADAM_PARAM")},
     "deepspeed.runtime.data_pipeline.constants": _DATA_PIPELINE,
+    "deepspeed.runtime.model_checkpointing.constants": _SAVING,
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.fp16.loss_scaler": _SCALER,
     "deepspeed.runtime.zero.config": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +27,7 @@ from slipstream.compat import groups, zero
 from slipstream.compat.comm import configured
 from slipstream.compat.compression import quantize_training
 from slipstream.compat.handles import carries_scale, serve_optimizer
+from slipstream.compat.moe import has_moe_layers
 from slipstream.compat.monitors import MonitorMaster
 from slipstream.compat.names import CONFIG_GETTERS, CONFIG_METHODS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
@@ -75,12 +78,18 @@ class DeepSpeedEngine(Engine):
 
     config: Any  # the user's config as a dict
     client_optimizer: Any  # what the caller gave
+    client_lr_scheduler: Any
     client_mpu: Any
+    basic_optimizer: Any  # torch's
+    has_moe_layers: bool
     lines: StepLines
     coalesces = False  # inside coalesce_grad_reduction()
+    lr_kwargs: Mapping[str, Any] = MappingProxyType({})  # of the last step()
 
-    def _begin(self, config: Any, optimizer: Any, mpu: Any) -> None:
-        self.config, self.client_optimizer, self.client_mpu = config, optimizer, mpu
+    def _begin(self, config: Any, optimizer: Any, mpu: Any, lr_scheduler: Any) -> None:
+        self.config, self.client_optimizer, self.client_mpu, self.client_lr_scheduler = config, optimizer, mpu, lr_scheduler
+        self.basic_optimizer = self.optimizer and self.optimizer.optimizer
+        self.has_moe_layers = has_moe_layers(self.module)[0]
         self.lines = StepLines(self)
 
     @cached_property
@@ -100,16 +109,26 @@ class DeepSpeedEngine(Engine):
         return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas, **kwargs)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        if lr_kwargs:
-            raise ValueError(
-                f"engine.step(lr_kwargs={dict(lr_kwargs)}): the engine steps the scheduler; set its values before step()"
-            )
+        """`lr_kwargs`: arguments of the schedule's `step()`, if this step updates the weights. Raises ValueError for others."""
+        self.lr_kwargs = lr_kwargs or {}
+        if self.lr_kwargs and self.lr_scheduler is not None:
+            try:
+                inspect.signature(self.lr_scheduler.step).bind(**self.lr_kwargs)
+            except TypeError as error:
+                kind = type(self.lr_scheduler).__name__
+                raise ValueError(f"engine.step(lr_kwargs={dict(self.lr_kwargs)}): {kind}.step(): {error}") from None
         assert not self.coalesces, "engine.step() inside coalesce_grad_reduction(), which implies no_sync(): step after it"
         before = self.global_steps
         with _asserting(UnusedParameterError):
             super().step()
         if self.global_steps == before:
             self.lines.end_micro_step()
+
+    def _step_schedule(self) -> None:
+        if self.lr_kwargs and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**self.lr_kwargs)
+        else:
+            super()._step_schedule()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         self.set_boundary(is_boundary)
@@ -180,12 +199,23 @@ class DeepSpeedEngine(Engine):
     communication_data_type = property(_of(lambda plan: plan.precision.comm_dtype or plan.precision.param_dtype))
     dynamic_loss_scale = _of(lambda plan: plan.precision.loss_scale is not None and plan.precision.loss_scale.static is None)
     mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
-    gradient_average = property(_of(lambda plan: plan.zero.reduce_op == "mean"))
     quantize_training = _of(lambda plan: quantize_training(plan.compression or {}))
 
     is_compiled = property(lambda self: self.module._compiled_call_impl is not None)
     is_deepcompile_active = _of(lambda plan: False)
     get_data_types = _of(lambda plan: (plan.precision.param_dtype, plan.precision.grad_accum_dtype or plan.precision.param_dtype))
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are averaged over ranks, not summed. What is set counts from the next accumulation window on."""
+        return self.plan.zero.reduce_op == "mean"
+
+    @gradient_average.setter
+    def gradient_average(self, averages: bool) -> None:
+        if self.backwards:
+            raise RuntimeError(f"gradient_average set after {self.backwards} backward passes of a window; set it before")
+        zero_plan = dataclasses.replace(self.plan.zero, reduce_op="mean" if averages else "sum")
+        self.plan = self.window.plan = self.states.plan = dataclasses.replace(self.plan, zero=zero_plan)
 
     def optimizer_name(self) -> str | None:
         """The class of the caller's optimizer, or the type in the config."""
@@ -300,6 +330,8 @@ class DeepSpeedEngine(Engine):
     get_tensor_parallel_rank = get_model_parallel_rank = getter("mesh.tp.index")
     get_tensor_parallel_world_size = getter("mesh.tp.size")
     get_sequence_parallel_group = getter("mesh.sp.group")
+    seq_parallel_group = property(attrgetter("mesh.sp.group"))
+    sequence_parallel_size = property(attrgetter("mesh.sp.size"))
     get_sequence_parallel_rank = getter("mesh.sp.index")
     get_sequence_parallel_world_size = getter("mesh.sp.size")
 
@@ -316,6 +348,7 @@ class DeepSpeedEngine(Engine):
     def destroy(self) -> None:
         params = zero.parameters_of(self)
         super().destroy()
+        self.basic_optimizer = None
         zero.remove_attributes(params)
 
     def save_checkpoint(
@@ -346,15 +379,17 @@ class DeepSpeedEngine(Engine):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any]]:
+    ) -> Any:
+        """Return (the folder, client_state); without a checkpoint, (None, None)."""
         if custom_load_fn is not None:
             raise ValueError(
                 "load_checkpoint(custom_load_fn=): parameters load by name; for a subset, use load_module_strict=False"
             )
         name = None if tag is None else str(tag)
-        return super().load_checkpoint(
+        path, state = super().load_checkpoint(
             load_dir, name, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
+        return path, state if path is not None else None
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
         """Return the full state on every rank. Collective."""
@@ -520,7 +555,7 @@ def initialize(
     # DeepSpeedEngine adds only methods, so changing the class is enough.
     engine.__class__ = _kind(engine)
     assert isinstance(engine, DeepSpeedEngine)
-    engine._begin(raw, optimizer, mpu)
+    engine._begin(raw, optimizer, mpu, lr_scheduler)
     if engine.mesh.is_first:
         keys.say(loaded.notes)
     if lr_scheduler is None and scheduler is not None:

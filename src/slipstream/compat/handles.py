@@ -54,6 +54,7 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
     def scale_if_loss(self, value: Any) -> Any:
         return self.engine.scale(value) if maybe_loss_for_backward(value) else value
 
+    dp_process_group = property(attrgetter("engine.data_parallel_group"))
     dynamic_loss_scale = property(attrgetter("engine.precision.scaler.dynamic"))
     cur_scale = property(attrgetter("engine.precision.loss_scale"))
     cur_iter = property(attrgetter("engine.global_steps"))

@@ -9,8 +9,11 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+from slipstream.launch import hosts
+
+DEEPSPEED_ENVIRONMENT_NAME, DLTS_HOSTFILE = ".deepspeed_env", "/job/hostfile"
 _VALUED = frozenset(
     """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port --master_addr --node_rank
     --launcher --launcher_args --ssh_port --log_level --enable_each_rank_log --bind_core_list --venv_script --min_elastic_nodes
@@ -102,6 +105,23 @@ def _together(seen: Mapping[str, str]) -> list[str]:
     if words := " ".join([*filter(None, [seen.get("--launcher_args")]), *for_srun]):
         options.append(f"--launcher-args={words}")
     return options
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
+    """The number of slots of each host of a hostfile; None if there is no file. Raises ValueError for a line that is none."""
+    path = Path(hostfile_path)
+    if not path.is_file():
+        return None
+    return {host.name: len(host.devices) for host in hosts.parse_hostfile(path.read_text(), hostfile_path)}
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    """The devices of hosts with so many slots that filters as "host1:0,1@host2" leave. Raises ValueError for a host or slot that
+    is not there."""
+    chosen = tuple(hosts.Host(name=name, devices=tuple(range(slots))) for name, slots in resource_pool.items())
+    for select, text in ((hosts.include, inclusion), (hosts.exclude, exclusion)):
+        chosen = select(chosen, text) if text else chosen
+    return {host.name: list(host.devices) for host in chosen}
 
 
 def main() -> int:

@@ -71,6 +71,7 @@ runtime.data_pipeline.data_routing.scheduler train.random_ltd: RandomLTDSchedule
 runtime.eigenvalue compression.eigenvalue: Eigenvalue
 runtime.progressive_layer_drop train.layer_drop: ProgressiveLayerDrop
 sequence.layer compat.sequence: DistributedAttention _SeqAllToAll
+sequence.fpdt_layer compat.sequence: FPDT_Attention FPDT_FFN FPDT_InputConstruct
 runtime.config_utils compat.config: DeepSpeedConfigModel DeepSpeedConfigObject dict_raise_error_on_duplicate_keys get_config_default
     get_dict_param get_list_param get_scalar_param
 runtime.precision_config compat.config: DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config
@@ -117,6 +118,7 @@ runtime.utils compat.runtime_utils: call_to_str clip_grad_norm_ clip_tensors_by_
 runtime.utils parallel.layers: partition_balanced partition_uniform prefix_sum_inc
 runtime.activation_checkpointing.checkpointing compat.checkpointing: CudaRNGStatesTracker checkpoint configure get_cuda_rng_tracker
     is_configured model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed non_reentrant_checkpoint reset
+    _CUDA_RNG_STATE_TRACKER _MODEL_PARALLEL_RNG_TRACKER_NAME _set_cuda_rng_state
 comm compat.comm: allgather_fn configure get_all_ranks_from_group get_global_rank get_local_rank get_rank get_world_group
     get_world_size has_all_gather_into_tensor has_reduce_scatter_tensor inference_all_reduce init_distributed initialize_mesh_device
     is_available is_initialized log_summary new_group reduce_scatter_fn
@@ -165,8 +167,8 @@ runtime.pipe parallel.module: DualPipeVModule PipelineModule PipelineError
 runtime.pipe parallel.layers: LayerSpec TiedLayerSpec
 runtime.pipe parallel.topology: ProcessTopology PipeDataParallelTopology PipelineParallelGrid PipeModelDataParallelTopology
     _prime_factors
-runtime.pipe.engine compat.engine: PipelineEngine
-launcher.runner compat.launcher: DEEPSPEED_ENVIRONMENT_NAME main
+runtime.pipe.engine compat.engine: DeepSpeedEngine PipelineEngine
+launcher.runner compat.launcher: DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE fetch_hostfile main parse_inclusion_exclusion
 env_report compat.launcher: report
 checkpoint.ds_to_universal compat.universal: main parse_arguments
 """
@@ -175,7 +177,8 @@ checkpoint.ds_to_universal compat.universal: main parse_arguments
 _ALIASES = """
 runtime.zero: zero runtime.zero.tiling runtime.zero.mics runtime.zero.partition_parameters runtime.zero.utils
 runtime.activation_checkpointing.checkpointing: checkpointing
-comm: comm.comm
+checkpoint.constants: checkpoint
+comm: comm.comm dist
 profiling.flops_profiler: profiling.flops_profiler.profiler
 ops.adam: ops.adam.cpu_adam ops.adam.fused_adam
 ops.lamb: ops.lamb.fused_lamb

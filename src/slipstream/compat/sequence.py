@@ -177,7 +177,7 @@ class _SeqAllToAll:
     def apply(group: Any, input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *_: Any) -> Tensor:
         """Divide dimension `scatter_idx` among the group's ranks and join the parts that they send along `gather_idx`.
 
-        Raises ValueError if the ranks do not divide the dimension.
+        Raises ValueError if the ranks do not divide the dimension, and PeerError if their inputs are not of one shape.
         """
         exchange = exchange_of(group, input.device)
         if input.shape[scatter_idx] % exchange.size:
@@ -186,8 +186,17 @@ class _SeqAllToAll:
             return input
         parts = torch.stack(input.chunk(exchange.size, scatter_idx))
         counts = [parts[0].numel()] * exchange.size
+        exchange.agree("exchange of {:,} elements with each rank", parts, counts[0])
         received = swap(parts.view(-1, 1), exchange, counts, counts).view(parts.shape)
         return torch.cat(received.unbind(), gather_idx)
+
+
+def refuse_fpdt(*_: Any, **__: Any) -> Any:
+    """Raise NotImplementedError. Megatron-DeepSpeed imports the names of FPDT even where it does not use it."""
+    raise NotImplementedError("FPDT is not built; use DistributedAttention, and activations on the host (docs/ACTIVATIONS.md)")
+
+
+FPDT_Attention = FPDT_FFN = FPDT_InputConstruct = refuse_fpdt
 
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from slipstream.train.gate import IGNORED_BLOCKS, Obstacle
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
 from slipstream.train.saving import optimizer_state
+from slipstream.train.schedules import advance
 from slipstream.train.states import States
 from slipstream.train.verdict import Verdict, judge
 from slipstream.train.window import AccumulationWindow
@@ -229,11 +230,14 @@ class Engine(nn.Module):
         self.window.divides = None
         self.overflow = not self.step_applied
         if self.step_applied:
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+            self._step_schedule()
         else:
             self.skipped_steps += 1
         self._take_overflow(verdict)
+
+    def _step_schedule(self) -> None:
+        if self.lr_scheduler is not None:
+            advance(self.lr_scheduler, self.plan.batch.train_batch_size)
 
     def _take_overflow(self, verdict: Verdict) -> None:
         """Adjust the loss scale and warn of gradients that are not finite: at each skipped step, at applied ones when the count

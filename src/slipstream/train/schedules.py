@@ -359,17 +359,28 @@ def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -
     return cls(optimizer, **params)
 
 
-def check_steps_alone(scheduler: Any) -> Any:
-    """Return the scheduler; raise ValueError unless its `step()` can be called without arguments, as the engine does."""
-    name, step = type(scheduler).__name__, getattr(scheduler, "step", None)
-    if not callable(step):
+def check_steps(scheduler: Any) -> Any:
+    """Return the scheduler; raise ValueError unless `advance` can step it."""
+    name = type(scheduler).__name__
+    if not callable(getattr(scheduler, "step", None)):
         raise ValueError(f"lr_scheduler= is a {name}, which has no step(); pass a scheduler, or a callable that builds one")
-    needed = [p.name for p in inspect.signature(step).parameters.values() if p.default is p.empty and p.kind not in _COLLECTS]
-    if needed:
+    needed = _needed(scheduler)
+    if len(needed) > 1 or (needed and isinstance(scheduler, _torch.LRScheduler)):  # torch's needs a metric
         raise ValueError(
             f"lr_scheduler= is a {name}, whose step() needs {', '.join(needed)}, which the engine cannot pass: {_STEP_YOURSELF}"
         )
     return scheduler
+
+
+def advance(scheduler: Any, samples: int) -> None:
+    """Step a scheduler by an update. One whose `step()` needs an argument, as Megatron's, counts samples: it gets their number."""
+    scheduler.step(*([samples] if _needed(scheduler) else []))
+
+
+def _needed(scheduler: Any) -> list[str]:
+    """The arguments that `step()` cannot be called without."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in _COLLECTS]
 
 
 _torch = torch.optim.lr_scheduler

@@ -22,7 +22,7 @@ class AccumulationWindow:
     """The current accumulation window of one engine."""
 
     def __init__(self, plan: Plan, num_ranks: int) -> None:
-        self.plan, self.num_ranks = plan, num_ranks if plan.zero.reduce_op == "mean" else 1
+        self.plan, self.num_ranks = plan, num_ranks
         self.forced: bool | None = None  # whether the next step() ends the window (accelerate); None: count micro-batches
         self.divides: bool | None = None  # whether backward() divides the losses by the accumulation; None: no backward yet
         self._warned = False
@@ -40,7 +40,8 @@ class AccumulationWindow:
 
     def alpha(self) -> float:
         """The factor that turns summed gradients into their mean over ranks and micro-batches."""
-        return 1.0 / (self.num_ranks * self.averaged_over)
+        num_ranks = self.num_ranks if self.plan.zero.reduce_op == "mean" else 1
+        return 1.0 / (num_ranks * self.averaged_over)
 
     @property
     def share(self) -> float:
