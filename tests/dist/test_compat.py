@@ -54,6 +54,46 @@ def test_a_sharded_model_trains_as_a_complete_one() -> None:
     reference.destroy()
 
 
+class Solo:
+    """An mpu of ranks that share one replica."""
+
+    def __init__(self) -> None:
+        self.group, _ = dist.new_subgroups(1)
+
+    def get_data_parallel_group(self) -> Any:
+        return self.group
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+
+class OwnSlice(nn.Module):
+    """This rank's part of a weight, with Megatron's attributes."""
+
+    def __init__(self, whole: torch.Tensor, dim: int) -> None:
+        super().__init__()
+        self.weight: Any = nn.Parameter(whole.chunk(2, dim)[dist.get_rank()].clone())
+        self.weight.tensor_model_parallel, self.weight.partition_dim = True, dim
+
+
+@distributed(world_size=2)
+def test_slices_of_your_own_are_built_in_shards() -> None:
+    mpu, whole = Solo(), torch.arange(96.0).view(12, 8)
+    for dim in (0, 1):
+        with zero.Init(mpu=mpu):
+            model = nn.Sequential(OwnSlice(whole, dim))
+        assert zero.is_held(model[0].weight)
+        engine, *_ = initialize(model=model, mpu=mpu, config=toy.settings(3))
+        assert torch.equal(engine.state_dict()["0.weight"], whole)
+        engine.destroy()
+
+
 @distributed(world_size=2)
 def test_a_ranks_own_part_of_a_state() -> None:
     rank = dist.get_rank()

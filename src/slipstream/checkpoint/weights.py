@@ -78,8 +78,6 @@ class WeightFiles:
     quantizes them.
     """
 
-    reads_parts = False
-
     def __init__(self, stored: Mapping[str, Source], left_out: str, forms: Mapping[str, RowForm]) -> None:
         self._stored, self.left_out = stored, left_out
         self._forms = {name: form for name, form in forms.items() if name in stored and stored[name].dtype != "U8"}
@@ -93,6 +91,9 @@ class WeightFiles:
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
+
+    def reads_part(self, name: str, numel: int) -> bool:
+        return False
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self._forms:

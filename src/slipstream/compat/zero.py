@@ -511,8 +511,6 @@ class _HeldReader:
     """A Reader (zero/materialize.py) of held parameters. It gathers one block at a time and frees the block's ranges afterwards, so
     that no rank stores the model's shards twice."""
 
-    reads_parts = False
-
     def __init__(self, named: Mapping[str, Any], model: nn.Module) -> None:
         self.named, self.model = named, model
         self._values: dict[str, Tensor] = {}
@@ -529,6 +527,9 @@ class _HeldReader:
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.uint8 if name in self._forms else self.named[name].dtype
+
+    def reads_part(self, name: str, numel: int) -> bool:
+        return self._values[name].numel() == numel  # a layer of slices, such as Megatron's, built inside Init
 
     def fetch(self, names: Sequence[str]) -> None:
         self._values = {name: self._value(name).reshape(-1) for name in names}

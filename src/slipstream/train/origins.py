@@ -36,8 +36,6 @@ class Origin:
 class Carried:
     """A `Reader` of zero/materialize.py for parameters that the engine had: reads their masters, one block at a time."""
 
-    reads_parts = True
-
     def __init__(self, origins: Mapping[str, Origin], aliases: Mapping[str, str]) -> None:
         self.origins, self.aliases = origins, aliases
         self.values: dict[str, Tensor] = {}
@@ -45,6 +43,9 @@ class Carried:
     def __contains__(self, name: str) -> bool:
         origin = self.origins.get(self.aliases.get(name, ""))
         return origin is not None and origin.common > 0
+
+    def reads_part(self, name: str, numel: int) -> bool:
+        return True
 
     def dtype(self, name: str) -> torch.dtype:
         origin = self.origins[name]

@@ -39,11 +39,12 @@ from slipstream.zero.wrap import Group
 class Reader(Protocol):
     """A source of values by name, such as files. It knows all names of a tied parameter or none."""
 
-    reads_parts: bool  # of a parameter that is a part of a whole, its own elements; False: those of the whole
-
     def __contains__(self, name: str) -> bool: ...
 
     def dtype(self, name: str) -> torch.dtype: ...
+
+    def reads_part(self, name: str, numel: int) -> bool:
+        """Whether its elements of a parameter of `numel` are the parameter's own, where that is a part; else those of the whole."""
 
     def fetch(self, names: Sequence[str]) -> None:
         """Announce a block's parameters, in the same order on all ranks, just before their ranges are read. Collective."""
@@ -81,7 +82,8 @@ class InitialValues:
                 break
             first, last = overlap(slot.span, (start, stop))
             span = first - slot.offset, last - slot.offset
-            for begin, end, at in [(*span, span[0])] if reader.reads_parts else _runs(self.leaves[slot.name].whole, *span):
+            own = reader.reads_part(slot.name, slot.numel)
+            for begin, end, at in [(*span, span[0])] if own else _runs(self.leaves[slot.name].whole, *span):
                 place = slot.offset + begin - start
                 result[place : place + end - begin].copy_(reader.read(slot.name, at, at + end - begin))
         return result
