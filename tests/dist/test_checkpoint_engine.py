@@ -12,13 +12,14 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import slipstream
 from slipstream.activations.random_states import tracked
 from slipstream.checkpoint import CheckpointError
 from slipstream.checkpoint.document import counterpart
+from slipstream.parallel import ColumnParallelLinear, RowParallelLinear
 from tests import cases, toy
 from tests.pool import distributed, run
 
@@ -257,6 +258,11 @@ def warned() -> Iterator[list[str]]:
         logging.getLogger("slipstream").removeHandler(handler)
 
 
+class SlicedNet(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(ColumnParallelLinear(8, 16), RowParallelLinear(16, 8))
+
+
 def small(kind: Callable[[], Any] = toy.Net, data: Any = None, **settings: Any) -> Any:
     given = [name for name in ("lr_scheduler", "optimizer", "mpu") if not isinstance(settings.get(name), dict | None)]
     options = {name: settings.pop(name) for name in given}
@@ -477,6 +483,18 @@ def test_engines_of_other_groups_are_warned_of(tmp_path: Path) -> None:
         engine.save_checkpoint(str(tmp_path / str(dist.get_rank())))
     assert f"only ([{dist.get_rank()}] of 2): save engines of other groups" in said[0]
     engine.destroy()
+
+
+@distributed(world_size=2)
+def test_ranks_of_a_slice_keep_a_client_state_of_their_own(tmp_path: Path) -> None:
+    """As Megatron's random states of dropout in slices. Ranks of another mesh, and replicas, get rank 0's."""
+    for tp, expected in ((1, [0, 0]), (2, [0, 1])):
+        engine = small(SlicedNet, slipstream={"mesh": {"tp": tp}})
+        engine.save_checkpoint(str(tmp_path), f"tp{tp}", client_state={"of": torch.tensor(engine.rank)})
+        for tag in ("tp1", f"tp{tp}"):
+            _, client = engine.load_checkpoint(str(tmp_path), tag)
+            assert client == {"of": expected[engine.rank] if tag == f"tp{tp}" else 0}
+        engine.destroy()
 
 
 @distributed(world_size=2)

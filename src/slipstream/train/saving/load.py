@@ -80,7 +80,7 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
     def accept(loaded: checkpoint.Loaded) -> None:
         if strict:
             request.refuse_misfit()
-        if type(loaded.shared.get("client")) is not dict:
+        if type(_client_state(loaded)) is not dict:
             raise CheckpointError("it is damaged or hostile: its client_state is not a dict")
         if not module_only:
             try:
@@ -111,7 +111,12 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
         raise
     entries.spread_weights(states)
     _restart_averages(states, metadata, request.tensors.keys(), exclude)
-    return str(metadata.path), loaded.shared["client"]
+    return str(metadata.path), _client_state(loaded)
+
+
+def _client_state(loaded: checkpoint.Loaded) -> Any:
+    """Rank 0's; beyond the first slice of tensor parallelism, what a rank of the slice saved."""
+    return loaded.nearest.get("client", loaded.shared.get("client"))
 
 
 def _restacked(

@@ -66,13 +66,13 @@ class Saves:
         def collect() -> None:  # runs user code: a failure on one rank is raised on all
             loader = loop.training_dataloader
             is_common = isinstance(loader, Loader) and not loader.position_is_own
-            position = entries.state_of(loader)
+            position, client = entries.state_of(loader), dict(client_state or {})
             shared.update(
                 counters={name: getattr(loop, name) for name in entries.COUNTERS},
                 loss_scale=loop.precision.scaler.state_dict(),
                 scheduler=entries.state_of(loop.lr_scheduler),
                 data=position if is_common else None,
-                client=dict(client_state or {}),
+                client=client,
                 model_config=entries.model_config(states.model),
                 contents=contents,
                 average=None if states.average is None else {"num_updates": states.average.num_updates},
@@ -80,6 +80,8 @@ class Saves:
                 aliases=entries.aliases(states.model),
             )
             per_rank.update(random=entries.random_state(states.device), data=None if is_common else position)
+            if self.mesh.tp.index:  # other ranks of a replica's first slice get rank 0's
+                per_rank.update(client=client)
 
         Ranks(world.group).gather(failed, collect)
         shared["optimizer"] = entries.optimizer_scalars(states) if contents == "all" else None
