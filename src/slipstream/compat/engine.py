@@ -25,14 +25,13 @@ from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.save import agree_on_tag
 from slipstream.compat import groups, zero
 from slipstream.compat.comm import configured
-from slipstream.compat.compression import quantize_training
 from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.moe import has_moe_layers
 from slipstream.compat.monitors import MonitorMaster
 from slipstream.compat.names import CONFIG_GETTERS, CONFIG_METHODS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.timers import StepLines, Timer
-from slipstream.compat.utils import getter
+from slipstream.compat.utils import getter, logger
 from slipstream.compat.weights import ZERO_TO_FP32, consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
@@ -196,14 +195,22 @@ class DeepSpeedEngine(Engine):
     fp16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.float16)
     bfloat16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.bfloat16)
     zero_overlap_comm = getter("_config.zero_config.overlap_comm")
-    communication_data_type = property(_of(lambda plan: plan.precision.comm_dtype or plan.precision.param_dtype))
     dynamic_loss_scale = _of(lambda plan: plan.precision.loss_scale is not None and plan.precision.loss_scale.static is None)
     mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
-    quantize_training = _of(lambda plan: quantize_training(plan.compression or {}))
 
     is_compiled = property(lambda self: self.module._compiled_call_impl is not None)
     is_deepcompile_active = _of(lambda plan: False)
     get_data_types = _of(lambda plan: (plan.precision.param_dtype, plan.precision.grad_accum_dtype or plan.precision.param_dtype))
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients travel. The config decides: one that is set later only warns."""
+        return self.plan.precision.comm_dtype or self.plan.precision.param_dtype
+
+    @communication_data_type.setter
+    def communication_data_type(self, dtype: torch.dtype) -> None:
+        if dtype is not self.communication_data_type and self.mesh.is_first:
+            logger.warning('engine.communication_data_type = %s has no effect: set "communication_data_type" in the config', dtype)
 
     @property
     def gradient_average(self) -> bool:
@@ -222,25 +229,6 @@ class DeepSpeedEngine(Engine):
         own = self.client_optimizer
         return self._config.optimizer_name if own is None else type(own).__name__
 
-    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
-        names = "linear.Linear conv.Conv1d conv.Conv2d conv.Conv3d".split()  # noqa: SIM905 (DeepSpeed's)
-        return self._config.torch_autocast_lower_precision_safe_modules or [f"torch.nn.modules.{name}" for name in names]
-
-    def postscale_gradients(self) -> bool:
-        return not self._config.prescale_gradients
-
-    def initial_dynamic_scale(self) -> float:
-        return float(self._config.float16_config.initial_dynamic_scale())
-
-    def checkpoint_writer_enabled(self) -> bool:
-        return bool(self.config.get("checkpoint", {}).get("writer"))
-
-    def is_map_style_dataset(self, obj: Any) -> bool:
-        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
-
-    def is_iterable_style_dataset(self, obj: Any) -> bool:
-        return isinstance(obj, torch.utils.data.IterableDataset)
-
     # None without the block in the config; the profiler and the monitors are rank 0's
     curriculum_scheduler_legacy = _resource("curriculum")  # its `set_custom_get_difficulty` sets a custom schedule
     flops_profiler = _resource("flops profiler")
@@ -252,10 +240,6 @@ class DeepSpeedEngine(Engine):
     def random_ltd_scheduler(self) -> RandomLTDScheduler:
         """The number of tokens that layers compute. Raises ValueError if random-LTD is off."""
         return token_drop_of(self).scheduler
-
-    def random_ltd_initialize(self) -> None:
-        """A no-op: layers drop tokens since `initialize`, or `convert_to_random_ltd`. Raises ValueError if random-LTD is off."""
-        token_drop_of(self)
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
         """Call a function with each batch of the curriculum's loader and its state: `current_difficulties`, `curriculum_step`."""
@@ -571,6 +555,16 @@ class PipelineEngine(pipeline.PipelineEngine, DeepSpeedEngine):
     """The engine of a pipeline, with DeepSpeed's names."""
 
     mpu = property(attrgetter("grid"))  # collective at the first call
+    is_pipe_parallel = property(lambda self: self.num_stages > 1)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of each rank in a batch. Programs set it around `eval_batch`; setting it is `set_train_batch_size`."""
+        return self.plan.batch.accumulation
+
+    @micro_batches.setter
+    def micro_batches(self, count: int) -> None:
+        self.set_train_batch_size(count * self.plan.batch.per_pass)
 
 
 def _kind(engine: Engine) -> type[DeepSpeedEngine]:
