@@ -138,7 +138,7 @@ def test_errors_follow_the_loss_scale() -> None:
     before = feedback.error.clone()
     scaler = LossScaler(None)
     scaler.changed.append(ErrorFeedback(lambda: [feedback], 10).rescale)
-    scaler._set(4.0)
+    scaler.set(4.0)
     twice = wire.Feedback(torch.zeros_like(before), 0.0)
     coded(x * 4, 4, twice)
     assert torch.equal(feedback.error, twice.error) and not torch.equal(before, feedback.error)

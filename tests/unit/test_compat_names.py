@@ -607,6 +607,19 @@ def test_the_optimizer_tells_its_loss_scale(deepspeed: Any) -> None:  # noqa: F8
         engine.step()
     now = optimizer.loss_scale_config
     assert (now.cur_iter, now.cur_scale, now.last_overflow_iter) == (3, 8.0, 1) and not optimizer.overflow
+    optimizer.set_lr(0.0)
+    norms = []
+    for scale, then in ((8, 16.0), (4, 4.0), (32, 64.0)):  # doubled after two steps, whoever set it
+        optimizer.cur_scale = scale
+        engine.backward(engine(toy.tokens(0, 0)))
+        with pytest.raises(RuntimeError, match=r"optimizer\.cur_scale set after 1 backward passes"):
+            optimizer.cur_scale = 2
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+        assert optimizer.loss_scale == then
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-2)
+    with pytest.raises(ValueError, match=r"optimizer\.cur_scale = 0: fp16's scale is a number above 0"):
+        optimizer.cur_scale = 0
     engine.destroy()
     for dtype in ("fp32", "bf16"):
         engine = make(deepspeed, 2, dtype=dtype)

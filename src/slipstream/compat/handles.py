@@ -6,6 +6,7 @@ instantiated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -56,12 +57,24 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
 
     dp_process_group = property(attrgetter("engine.data_parallel_group"))
     dynamic_loss_scale = property(attrgetter("engine.precision.scaler.dynamic"))
-    cur_scale = property(attrgetter("engine.precision.loss_scale"))
     cur_iter = property(attrgetter("engine.global_steps"))
     _global_grad_norm = property(attrgetter("engine.global_grad_norm"))
     clip_grad = property(attrgetter("engine.plan.gradient_clipping"))
     dtype = property(attrgetter("engine.plan.precision.param_dtype"))  # of the weights in the forward
     is_gradient_accumulation_boundary = property(attrgetter("engine.at_boundary"))
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale. What is set, on all ranks, counts from the next window on, and a dynamic scale goes on from there."""
+        return self.loss_scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        if self.engine.plan.precision.loss_scale is None or not 0 < scale < math.inf:
+            raise ValueError(f"optimizer.cur_scale = {scale}: fp16's scale is a number above 0; other precisions have none")
+        if self.engine.backwards:
+            raise RuntimeError(f"optimizer.cur_scale set after {self.engine.backwards} backward passes of a window; set it before")
+        self.engine.precision.scaler.set(float(scale))
 
     @property
     def loss_scale_config(self) -> LossScaleConfig:

@@ -58,7 +58,7 @@ class LossScaler:
             if plan.consecutive_hysteresis:
                 self.patience = plan.hysteresis
             if self.clean_steps % plan.window == 0:
-                self._set(self.scale * 2.0)
+                self.set(self.scale * 2.0)
                 self.patience = plan.hysteresis
             return
         self.clean_steps = 0
@@ -71,9 +71,9 @@ class LossScaler:
                 f'large for fp16: use bf16 ({{"bf16": {{"enabled": true}}}}), lower the learning rate, or look for a division '
                 f"or log of zero in the module of {culprit!r}{cause and f': {cause}'}. The last checkpoint is intact."
             )
-        self._set(max(self.scale / 2.0, plan.minimum))
+        self.set(max(self.scale / 2.0, plan.minimum))
 
-    def _set(self, scale: float) -> None:
+    def set(self, scale: float) -> None:
         factor, self.scale = scale / self.scale, scale
         for call in self.changed:
             call(factor)
