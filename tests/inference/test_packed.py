@@ -22,7 +22,7 @@ import slipstream
 from slipstream.ops import build, cpu, products
 from slipstream.ops.grouped import fits, grouped_rows
 from slipstream.ops.matrices import CODES, Int4, Int8, dequantize, round_activations
-from slipstream.quantized import PackedLinear
+from slipstream.quantized import PackedLinear, QuantizedLinear
 from slipstream.quantized.packed import KINDS
 from tests.inference import twins
 
@@ -379,6 +379,34 @@ def test_what_is_refused() -> None:
     assert kinds == {"embed": "Embedding", "up": "Linear", "same": "Linear", "down": "Linear", "more": "ModuleList"} | {
         "head": "PackedLinear"
     }
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore::torch.jit.TracerWarning")
+def test_what_sees_only_torchs_operations_is_refused() -> None:
+    """A trace of the native kernels would return memory that nothing has written."""
+    layer, x = packed(linear(64, 32), "int8"), torch.randn(4, 64)
+    for call in (
+        lambda: torch.jit.trace(layer, x),
+        lambda: torch.func.vmap(layer)(x),
+        lambda: torch.export.export(layer, (x,), strict=False),
+    ):
+        with pytest.raises(ValueError, match=r"in native code: trace the model before slipstream\.quantize, or call"):
+            call()
+    with pytest.raises(ValueError, match=r"is on meta, and its weight on cpu: move one of them"):
+        layer(x.to("meta"))
+    trained = slipstream.quantize(nn.Sequential(linear(64, 32)), bits=8)
+    assert torch.equal(torch.func.vmap(trained)(x), trained(x)) and torch.equal(torch.jit.trace(trained, x)(-x), trained(-x))
+
+
+@pytest.mark.parametrize("how", [{"dtype": "int8"}, {"bits": 4}])
+def test_lazy_layers_are_refused(how: Any) -> None:
+    model = nn.Sequential(linear(8, 8), nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' is lazy, .* before the first forward: run one, then quantize"):
+        slipstream.quantize(model, **how)
+    assert type(model[0]) is nn.Linear
+    model(torch.randn(2, 8))
+    assert isinstance(slipstream.quantize(model, **how)[1], PackedLinear | QuantizedLinear)  # type: ignore[index]
 
 
 def test_gradients_are_refused() -> None:

@@ -96,6 +96,8 @@ def packed_rows(weight: Tensor, form: RowForm) -> nn.Parameter:
 class _QuantizedProduct(torch.autograd.Function):
     """x @ W.T, which saves only the quantized W for the backward."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, weight: Tensor, form: RowForm) -> Tensor:
         return F.linear(x, dequantize_rows(weight, form, x.dtype))
@@ -136,8 +138,8 @@ def quantize(
     its own shard. Inside `engine.surgery()`, the layers of an engine are quantized too, and their optimizer states are freed.
 
     Raises ValueError, with nothing changed, for a layer that belongs to an engine outside a surgery, that has non-finite weights or
-    that is trained while others are frozen (an adapter), and for a pattern that matches no layer's name. With `dtype`, also for a
-    model on meta or of an engine.
+    that is trained while others are frozen (an adapter), for a lazy parameter, and for a pattern that matches no layer's name. With
+    `dtype`, also for a model on meta or of an engine.
     """
     if dtype is not None:
         if bits is not None:

@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
@@ -37,7 +39,7 @@ from slipstream.ops.matrices import (
 )
 from slipstream.ops.pages import Pool
 from slipstream.parallel.tensor import Sliced
-from slipstream.zero import access
+from slipstream.zero import access, transforms
 from slipstream.zero.hooks import eager
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,11 @@ class PackedMatrix(nn.Module):
     @eager
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [rows, in_features] to [rows, out_features], in fp32 by the native kernels, else in x's dtype. `bias`: fp32, padded."""
+        if cast(Any, torch.jit).is_tracing() or transforms.is_active() or isinstance(x, FakeTensor):
+            raise ValueError(
+                "torch.jit.trace, torch.export and torch.func see torch's operations only, and a packed layer computes in native "
+                "code: trace the model before slipstream.quantize, or call the quantized one itself (or under torch.compile)"
+            )
         if is_traceable_wrapper_subclass(cast(Any, x)):
             raise ValueError(f"the input is a {type(x).__name__}, which only torch's operations read: give a plain tensor")
         if self._record is None or self._record.data != self.codes.data_ptr():
@@ -164,7 +171,9 @@ class PackedLinear(nn.Module):
             )
         if x.shape[-1] != self.in_features:
             raise ValueError(f"the input of {self} has the shape {list(x.shape)}; its last dimension must be {self.in_features}")
-        kind = x.device.type
+        kind, device = x.device.type, self.matrix.codes.device
+        if x.device != device:
+            raise ValueError(f"the input of {self} is on {x.device}, and its weight on {device}: move one of them")
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         y = self.matrix.multiply(x.reshape(-1, self.in_features), self._bias)
         y = y.view(*x.shape[:-1], self.out_features)
@@ -297,7 +306,9 @@ def matrix_of(weight: Tensor, kind: str, block: int) -> Matrix:
 
 def named_layers(model: nn.Module, kind: Any, include: Sequence[str], skip: Sequence[str]) -> dict[Any, list[str]]:
     """The modules of `kind` that the patterns name, and their names, several if a module is shared; none that says that it stays
-    exact (`moe.layer.keep_exact`). Raises ValueError for a pattern that names none."""
+    exact (`moe.layer.keep_exact`). Raises ValueError for a pattern that names none, and for a lazy parameter."""
+    if lazy := [name for name, param in model.named_parameters() if is_lazy(param)]:
+        raise ValueError(f"parameter {lazy[0]!r} is lazy, and has no shape before the first forward: run one, then quantize")
     names: dict[Any, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, kind) and not getattr(module, "stays_exact", False):
