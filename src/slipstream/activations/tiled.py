@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.activations.recompute import checkpoint
+from slipstream.ops.derivatives import once_differentiable
 from slipstream.zero import gathered
 
 
@@ -107,12 +108,8 @@ class _FusedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable("fused_linear_cross_entropy")
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "fused_linear_cross_entropy has no second derivative (create_graph=True); use "
-                "F.cross_entropy(F.linear(hidden, weight, bias), target) instead"
-            )
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *(None if value is None else (value.to(grad.dtype) * grad).to(dtype) for value, dtype in saved), *[None] * 5
 

@@ -29,6 +29,7 @@ from slipstream.inference.models import from_hf, layer_weights
 from slipstream.inference.native import NativeDecoder, why_not
 from slipstream.inference.sampler import log_total
 from slipstream.inference.weights import DecoderWeights, LayerWeights, leaves
+from slipstream.ops.derivatives import once_differentiable
 from slipstream.ops.matrices import PANEL
 from slipstream.parallel.exchange import dual
 
@@ -129,6 +130,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return torch.tensor(values, dtype=torch.float32).view(tokens.shape)
 
     @staticmethod
+    @once_differentiable("token_logprobs")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         logits, tokens = ctx.saved_tensors
         likely = logits.softmax(-1).neg_()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.ops import grouped, pages
+from slipstream.ops.derivatives import once_differentiable
 
 
 class RowsError(ValueError):
@@ -84,6 +85,7 @@ class _Grouped(torch.autograd.Function):
         return _times(x, weight.transpose(1, 2), counts, bias)
 
     @staticmethod
+    @once_differentiable("a product of several experts")
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from slipstream.ops import build, cpu, gpu
+from slipstream.ops.derivatives import once_differentiable
 
 PANEL = 16  # queries or keys; the kernels' unit, and the smallest block
 _MOST = 4  # panels of queries in a tile
@@ -246,7 +247,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*arrays[:3], *output, *arrays[3:])
 
 
-@torch.autograd.function.once_differentiable
+@once_differentiable("block-sparse attention")
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     arrays, wants = ctx.saved_tensors, bool(ctx.needs_input_grad[3])
     *grads, bias_grad = _backward(grad, *arrays, *ctx.settings, wants)

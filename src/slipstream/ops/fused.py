@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from slipstream.ops import build, cpu, gpu
+from slipstream.ops.derivatives import once_differentiable
 
 Norm = Literal["none", "layer", "rms"]
 Activation = Literal["gelu_tanh", "gelu", "silu", "relu"]
@@ -272,7 +273,7 @@ class _AddNorm(torch.autograd.Function):
         return (total, out) if all(ctx.outputs) else out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("fused.add_norm")
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, stats, weight, shift = ctx.saved_tensors
         sum_grad, grad = grads if len(grads) == 2 else (None, *grads) if ctx.outputs[1] else (*grads, None)
@@ -388,7 +389,7 @@ class _Activation(torch.autograd.Function):
         return _activate(x, bias, up, kind)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("fused.activation")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias, up = ctx.saved_tensors
         dx, d_up, d_bias = _activate_backward(x, bias, up, grad.clone(memory_format=torch.contiguous_format), ctx.kind, None)
@@ -423,7 +424,7 @@ class _Mlp(torch.autograd.Function):
         return active @ last.t()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("fused.mlp")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, inner, gate, active, first, bias, up, last = ctx.saved_tensors
         needs = ctx.needs_input_grad
@@ -495,7 +496,7 @@ class _Rotary(torch.autograd.Function):
         return _rotate(x, cosine, sine, False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("fused.rotary")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cosine, sine = ctx.saved_tensors
         return _rotate(grad.contiguous(), cosine, sine, True), None, None
@@ -566,7 +567,7 @@ class _RowLoss(torch.autograd.Function):
         return torch.where(counted, losses, 0.0).sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("fused.cross_entropy")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, target, counted, ends = ctx.saved_tensors
         kernels = _kernels(logits)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.ops.derivatives import once_differentiable
 from slipstream.parallel.exchange import Exchange
 
 _TILES = {"cpu": 1 << 18}  # scores that exist at a time: 1 MB in fp32 stays in a core's cache
@@ -135,6 +136,7 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable("ring attention")
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, out, total = ctx.saved_tensors
         exchange, mask, scale = ctx.call

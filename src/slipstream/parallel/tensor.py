@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slipstream.ops.derivatives import once_differentiable
 from slipstream.parallel.exchange import Exchange, LocalExchange, enter, even_shares, gather_from, leave, scatter_to
 from slipstream.parallel.overlap import Region, column_product, enter_region, sum_product
 from slipstream.world.mesh import Axis
@@ -341,6 +342,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (total.log() + top - picked).masked_fill(ignored, 0)
 
     @staticmethod
+    @once_differentiable("vocab_parallel_cross_entropy")
     def backward(ctx: Any, grad: Tensor) -> Any:
         probabilities, own, elsewhere, ignored = ctx.saved_tensors
         out = probabilities * grad.masked_fill(ignored, 0).unsqueeze(-1)
