@@ -554,7 +554,7 @@ def initialize(
 class PipelineEngine(pipeline.PipelineEngine, DeepSpeedEngine):
     """The engine of a pipeline, with DeepSpeed's names."""
 
-    mpu = property(attrgetter("grid"))  # collective at the first call
+    mpu = property(attrgetter("grid"))
     is_pipe_parallel = property(lambda self: self.num_stages > 1)
 
     @property

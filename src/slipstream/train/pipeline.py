@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -78,6 +77,7 @@ class PipelineEngine(Engine):
     def __init__(self, states: States, precision: Precision, mail: Mail) -> None:
         super().__init__(states, precision)
         self.mail = mail
+        self.grid: PipelineParallelGrid = vars(self.module).get("_grid") or PipelineParallelGrid(mesh=self.mesh)
         self.agg_train_loss: Tensor | None = None
         self.total_loss: Tensor | None = None
         self._iterator: Iterator[Any] | None = None
@@ -285,11 +285,6 @@ class PipelineEngine(Engine):
         """The means over the last batch of what the module's `get_additional_losses` returned, the same on all ranks."""
         return self._additional
 
-    @cached_property
-    def grid(self) -> PipelineParallelGrid:
-        """The groups of the topology, as an mpu. Collective at the first call."""
-        return self.module.mpu() if isinstance(self.module, PipelineModule) else PipelineParallelGrid(mesh=self.mesh)
-
     # -- data --
 
     def _read(self, count: int) -> list[Any]:
@@ -345,6 +340,8 @@ class PipelineEngine(Engine):
             self._began = time.time()
             if action.kind is Kind.FORWARD:
                 runs[place] = self._run_forward(action, batches[action.micro], kept, losses)
+                if self._deferred is not None:
+                    self._deferred.pop()  # of derivatives that the forward takes itself: none of a weight
             elif action.kind is Kind.WEIGHT:
                 Deferred.run(weights.pop(place), self._take)
             else:
