@@ -162,6 +162,12 @@ def tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("global_step*"))
 
 
+def only(memory: Path) -> Path:
+    """The folder of the only engine that has checkpoints in a host's memory."""
+    (folder,) = memory.iterdir()
+    return folder
+
+
 @distributed(world_size=2)
 def test_checkpoints_in_memory(tmp_path: Path) -> None:
     """`memory_every_steps`: the newest of memory and disk is resumed, a damaged one is left out, a full memory ends no run."""
@@ -180,7 +186,7 @@ def test_checkpoints_in_memory(tmp_path: Path) -> None:
     with mock.patch.dict(os.environ, {brief.MEMORY: str(memory)}):
         engine = engine_of()
         train(engine, 5)
-        assert tags(memory) == ["global_step5"]
+        assert tags(only(memory)) == ["global_step5"]
         engine.destroy()
         assert tags(tmp_path / "disk") == ["global_step2", "global_step4"]
         engine = engine_of()
@@ -189,7 +195,7 @@ def test_checkpoints_in_memory(tmp_path: Path) -> None:
         assert torch.equal(toy.checksum(engine), toy.checksum(whole)), "as if nothing had happened, bit for bit"
         engine.destroy()
         if engine.rank == 0:
-            next((memory / "global_step7").glob("*.bin")).write_bytes(b"")
+            next((only(memory) / "global_step7").glob("*.bin")).write_bytes(b"")
         whole.states.fence()
         engine = engine_of()
         assert engine.global_steps == 6, "the newest that is whole"
@@ -228,7 +234,8 @@ def test_checkpoints_in_the_memory_of_hosts(tmp_path: Path) -> None:
     with on_host(host):
         engine = engine_of(3)
         train(engine, 5)
-        assert tags(tmp_path / f"host{host}") == ["global_step5"] and tags(tmp_path / "disk") == ["global_step2", "global_step4"]
+        assert tags(only(tmp_path / f"host{host}")) == ["global_step5"]
+        assert tags(tmp_path / "disk") == ["global_step2", "global_step4"]
         assert len(list((tmp_path / f"host{host}").rglob("*.bin"))) == 4, "of two hosts: all"
         engine.destroy()
     expected = toy.checksum(whole)
@@ -238,8 +245,8 @@ def test_checkpoints_in_the_memory_of_hosts(tmp_path: Path) -> None:
         assert engine.global_steps == 5 and torch.equal(toy.checksum(engine), expected)
         engine.destroy()
     if rank == 0:
-        (tmp_path / "host0" / "global_step5" / "rank_00000.bin").unlink()
-        (tmp_path / "host2" / "global_step5" / "rank_00003.bin").write_bytes(b"short")
+        (only(tmp_path / "host0") / "global_step5" / "rank_00000.bin").unlink()
+        (only(tmp_path / "host2") / "global_step5" / "rank_00003.bin").write_bytes(b"short")
     dist.barrier()
     with on_host(host * 2):
         engine = engine_of(2)
@@ -247,7 +254,7 @@ def test_checkpoints_in_the_memory_of_hosts(tmp_path: Path) -> None:
         engine.destroy()
     if rank == 0:
         for number in (0, 2):
-            (tmp_path / f"host{number}" / "global_step5" / "rank_00001.bin").unlink()
+            (only(tmp_path / f"host{number}") / "global_step5" / "rank_00001.bin").unlink()
     dist.barrier()
     with on_host(host * 2):
         engine = engine_of(3)
@@ -263,7 +270,7 @@ def test_checkpoints_in_the_memory_of_hosts(tmp_path: Path) -> None:
         assert engine.global_steps == 5 and torch.equal(toy.checksum(engine), expected)
         engine.destroy()
     for number in (10, 12) if rank == 0 else ():  # what each had of its own
-        for path in (tmp_path / f"host{number}" / "global_step5").glob("*.bin"):
+        for path in (only(tmp_path / f"host{number}") / "global_step5").glob("*.bin"):
             if path.name not in (f"rank_0000{number - 10}.bin", f"rank_0000{(number - 11) % 4}.bin"):
                 path.unlink()
     dist.barrier()
@@ -348,6 +355,73 @@ def test_no_memory_without_a_launcher(tmp_path: Path, caplog: pytest.LogCaptureF
     engine = toy.make(torch.nn.Linear(2, 2), 0, slipstream={"checkpoint": {"folder": str(tmp_path), "memory_every_steps": 1}})
     assert "memory_every_steps has no effect here: only `slipstream run` with --max-restarts or --elastic" in caplog.text
     engine.destroy()
+
+
+def test_engines_of_one_process_keep_their_checkpoints_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On disk by folders of their own, which a newer engine does not take from an older one in silence; then in memory, too."""
+
+    def engine_of(folder: str, **every: int) -> Any:
+        model = toy.seeded(lambda: torch.nn.Linear(8, 8), len(engines))
+        engines.append(toy.make(model, 0, slipstream={"checkpoint": {"folder": str(tmp_path / folder), **every}}))
+        return engines[-1]
+
+    def train(engine: Any) -> torch.Tensor:
+        engine.backward(engine(toy.floats(0, 0)).square().sum())
+        engine.step()
+        return toy.checksum(engine)
+
+    engines: list[Any] = []
+    monkeypatch.setenv(brief.MEMORY, str(tmp_path / "memory"))
+    older, newer = engine_of("disk", every_steps=1), engine_of("disk", every_steps=1)
+    wanted = train(newer)
+    with pytest.raises(ValueError, match=r"two engines of this process save to .*disk', .* a folder of its own, or end one"):
+        train(older)
+    newer.destroy()
+    resumed = engine_of("disk")
+    assert torch.equal(toy.checksum(resumed), wanted)
+    resumed.destroy()
+    train(older)
+    assert tags(tmp_path / "disk") == ["global_step1", "global_step2"], "the other has ended"
+    sums = [train(engine_of(name, memory_every_steps=1)) for name in ("g", "d")]
+    for engine in engines[-2:]:
+        engine.destroy()
+    assert [int(toy.checksum(engine_of(name, memory_every_steps=1))) for name in ("g", "d")] == [int(each) for each in sums]
+    for engine in engines:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("engines", ["a gone one", "a gone and a new one", "one"])
+def test_a_script_that_calls_the_handler_which_it_found(tmp_path: Path, engines: str) -> None:
+    """Its own function, around that of an engine: the signal ends the process when the engine is gone, and exits with 85 after the
+    save of a later engine; a second signal ends it at once."""
+
+    def train() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        engine = engine_of("a")
+        found: Any = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *args: found(*args))
+        if engines != "one":
+            engine.destroy()
+        if engines == "a gone and a new one":
+            engine = engine_of("b")
+        for _ in range(2 if engines == "one" else 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        engine.backward(engine(toy.floats(0, 0)).sum())
+        engine.step()
+
+    def engine_of(folder: str) -> Any:
+        return toy.make(torch.nn.Linear(8, 8), 0, slipstream={"checkpoint": {"folder": str(tmp_path / folder)}})
+
+    if (child := os.fork()) == 0:
+        try:
+            train()
+        except SystemExit as error:
+            os._exit(error.code)  # type: ignore[arg-type]
+        finally:
+            os._exit(1)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert ended == (85 if engines == "a gone and a new one" else -signal.SIGTERM)
+    assert tags(tmp_path / "b") == (["global_step1"] if engines == "a gone and a new one" else [])
 
 
 def test_memory_goes_with_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

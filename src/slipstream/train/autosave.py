@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ from slipstream.zero.comm import gather_objects
 
 logger = logging.getLogger(__name__)
 SAVE, STOP = 1.0, 2.0  # wishes of a rank; the largest of all ranks is done
+_newest: dict[str, Autosave] = {}  # by folder, of this process, as handlers of signals are
 
 
 class Preempted(SystemExit):
@@ -69,11 +71,13 @@ class Autosave:
         self.signal = 0
         self.engine: Callable[[], Saved | None] = lambda: None  # once it has stepped, while it lives
         self._handlers: list[_Handler] = []
+        if plan.folder is not None:
+            _newest[plan.folder] = self
         if plan.folder is not None and threading.current_thread() is threading.main_thread():
             self._handlers = [_Handler.join(self, signal.Signals[name]) for name in plan.on_signal]
 
     def _find_memory(self, world: Axis) -> str | None:
-        """The folder on this host. Collective over the world."""
+        """This engine's folder on this host, by that on disk. Collective over the world."""
         folder = os.environ.get(brief.MEMORY)
         folders = gather_objects(folder, world)
         self.hosts, why = hosts_of(world, in_memory=True)
@@ -81,7 +85,7 @@ class Autosave:
             why = "only `slipstream run` with --max-restarts or --elastic has a place"
         if why and self.is_first:
             logger.warning("slipstream.checkpoint.memory_every_steps has no effect here: %s", why)
-        return None if why else folder
+        return None if why or folder is None else os.path.join(folder, f"{zlib.crc32(str(self.plan.folder).encode()):08x}")
 
     @property
     def wish(self) -> float:
@@ -111,6 +115,11 @@ class Autosave:
                 self._save_in_memory(engine, self.memory)
             return
         self._last = time.monotonic()
+        if _newest.setdefault(self.plan.folder, self) is not self:
+            raise ValueError(
+                f"two engines of this process save to slipstream.checkpoint.folder {self.plan.folder!r}, and each would overwrite "
+                f"the other's checkpoints and resume from them: give each a folder of its own, or end one with its destroy()"
+            )
         engine.save_checkpoint(self.plan.folder)
         if wish == STOP:
             engine.finish_save()
@@ -178,7 +187,9 @@ class Autosave:
         return True
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Give the folder and the signals back."""
+        if _newest.get(self.plan.folder or "") is self:
+            del _newest[self.plan.folder or ""]
         while self._handlers:
             self._handlers.pop().leave(self)
 
@@ -186,12 +197,13 @@ class Autosave:
 class _Handler:
     """What a signal does while engines of this process listen to it; the last one that leaves gives it back.
 
-    before: what it did, which a second signal does at once. If it is a function of the user's, it is called when all is saved.
+    before: what it did, which a second signal does at once, and one without engines (a script's function may call this one, and
+    outlive them). If it is a function of the user's, it is called when all is saved.
     """
 
     def __init__(self, number: int) -> None:
         self.number, self.engines = number, list[Autosave]()
-        self.before: Any = signal.signal(number, self)
+        self.before: Any = signal.signal(number, self) or signal.SIG_DFL  # None: a library's, not Python's
 
     @staticmethod
     def join(engine: Autosave, number: int) -> _Handler:
@@ -201,12 +213,17 @@ class _Handler:
         return handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if any(each.signal for each in self.engines):
-            for each in list(self.engines):
-                each.close()
+        if self.engines and not any(each.signal for each in self.engines):
+            for each in self.engines:
+                each.signal = number
+            return
+        for each in list(self.engines):
+            each.close()
+        if callable(self.before):
+            self.before(number, frame)
+        elif self.before is signal.SIG_DFL and frame is not None:  # None: `pass_on`, before the exit with AGAIN
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        for each in self.engines:
-            each.signal = number
 
     def pass_on(self, number: int) -> None:
         if number == self.number and callable(self.before) and self.before is not signal.default_int_handler:
