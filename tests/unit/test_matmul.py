@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.ops import matmul
+from slipstream.world import host
 
 
 @contextlib.contextmanager
@@ -210,7 +211,7 @@ def test_a_step_in_16_bits(by_fp32: list[tuple[int, ...]]) -> None:
     ],
 )
 def test_processors(monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, expected: dict[str, int]) -> None:
-    monkeypatch.setattr(matmul, "_processor", lambda: (vendor, frozenset(flags.split())))
+    monkeypatch.setattr(host, "processor", lambda: {"vendor_id": vendor, "flags": flags})
     found = {str(dtype).removeprefix("torch."): way.rows for dtype, way in matmul.ways.__wrapped__().items()}
     wide = vendor != "GenuineIntel" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     assert found == expected | ({"float32": 8} if wide else {})

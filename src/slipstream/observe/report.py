@@ -10,14 +10,13 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.world.host import cpu_flags, memory_total, read_pressure
+from slipstream.world.host import memory_total, processor, read_pressure
 
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
 _PACKAGES = ("numpy", "pydantic", "safetensors", "rich", "triton", "transformers", "accelerate", "deepspeed")
@@ -61,21 +60,13 @@ def _versions() -> list[ReportRow]:
     return rows
 
 
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    match = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
-    return match[1] if match else platform.machine()
-
-
 def _devices() -> list[ReportRow]:
     import torch
 
-    flags = cpu_flags()
+    known, cores = processor(), f"{len(os.sched_getaffinity(0))} cores for this process, of {os.cpu_count()}"
+    flags = (known.get("flags") or known.get("Features", "")).split()
     rows = [
-        ReportRow("CPU", _processor(), f"{len(os.sched_getaffinity(0))} cores for this process, of {os.cpu_count()}"),
+        ReportRow("CPU", known.get("model name", platform.machine()), cores),
         ReportRow("CPU flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none of those that matter here"),
     ]
     for index in range(torch.cuda.device_count()):

@@ -4,7 +4,7 @@
 first use compiles into a per-user cache. `load` never raises: without a library the torch twins in `reference.py` run, and
 `Library.reason` gives the reason.
 
-Invariants: this file imports only the standard library, because `setup.py` loads it by path, before the package exists. A library
+Invariants: importing this file needs only the standard library: `setup.py` loads it by path, before the package exists. A library
 is used only if it was built from the current sources and flags (`source_hash`). The compiled file is renamed into place, so it is
 never partial, and processes that need it at once build it once. Only `load` and `find_compiler` read the environment.
 """
@@ -184,6 +184,8 @@ def _cache_directory() -> Path:
 
 def _open(path: Path, origin: str) -> Library | None:
     """The library at `path`, or None if it does not load here or was built from other sources."""
+    from slipstream.world.host import is_intel
+
     if not path.is_file():
         return None
     try:
@@ -192,6 +194,8 @@ def _open(path: Path, origin: str) -> Library | None:
         kernels.slipstream_compiler.restype = ctypes.c_char_p
         if kernels.slipstream_source_hash() != source_hash().encode():
             return None
+        if is_intel():  # [Note: Pairs of bf16]
+            kernels.slipstream_use_isa(b"avx512vnni")  # no effect on a processor that lacks it
         return Library(kernels, quick, f"{kernels.slipstream_compiler().decode()}, {origin}")
     except (OSError, AttributeError):  # built for another architecture or C library, or not our library
         return None

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 import logging
-import platform
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from slipstream.world import host
 
 logger = logging.getLogger(__name__)
 
@@ -46,27 +46,18 @@ class Way(NamedTuple):
 @functools.cache
 def ways() -> Mapping[torch.dtype, Way]:
     """The dtypes whose products are faster another way than torch's on this processor."""
-    vendor, has = _processor()
+    has = frozenset(host.processor().get("flags", "").split())  # of x86; else none
     found = dict[torch.dtype, Way]()
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    if wide and torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise") and vendor != "GenuineIntel":
+    if wide and torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise") and not host.is_intel():
         found[torch.float32] = Way("oneDNN", 8, _by_onednn)
     if has and not has & {"amx_bf16", "avx512_bf16"}:
         found[torch.bfloat16] = Way("fp32", 8, _by_fp32)
-    elif vendor == "GenuineIntel" and has and "amx_bf16" not in has:
+    elif has and "amx_bf16" not in has and host.is_intel():  # [Note: Pairs of bf16]
         found[torch.bfloat16] = Way("fp32", 64, _by_fp32)
     if has and not has & {"amx_fp16", "avx512_fp16"}:
         found[torch.float16] = Way("fp32", 8, _by_fp32)
     return found
-
-
-@functools.cache
-def _processor() -> tuple[str, frozenset[str]]:
-    """The vendor and the instructions of an x86 processor as Linux names them; Intel and none where they are not known."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if platform.machine() == "x86_64" and file.exists() else []
-    known = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
-    return known.get("vendor_id", "GenuineIntel"), frozenset(known.get("flags", "").split())
 
 
 def use(faster: bool, dtypes: Iterable[torch.dtype | None] = (torch.float32, torch.bfloat16, torch.float16)) -> bool:

@@ -1,7 +1,7 @@
 /* The C ABI of the kernels, and the choice of instruction set.
  *
- * The choice is made once, on first use, from the processor's features (processor.c). Callers split arrays over threads: flat ones
- * at multiples of BLOCK elements, others by rows, groups or items.
+ * It is the best of the processor's (processor.c), unless build.py chooses another. Callers split arrays over threads: flat ones at
+ * multiples of BLOCK elements, others by rows, groups or items.
  */
 #include "fused.h"
 #include "grouped.h"
@@ -25,7 +25,7 @@ enum isa slipstream_set(void)
 {
     int set = atomic_load_explicit(&chosen, memory_order_acquire);
     if (set < 0) {
-        set = (int)slipstream_default_isa();
+        set = (int)slipstream_best_isa();
         atomic_store_explicit(&chosen, set, memory_order_release);
     }
     return (enum isa)set;
@@ -53,7 +53,7 @@ SLIPSTREAM_API const char *slipstream_isa(void) { return names[slipstream_set()]
 /* The instruction set of all kernels but the decoder's and grouped products. */
 SLIPSTREAM_API const char *slipstream_kernels_isa(void) { return names[lanes()]; }
 
-/* Switch to the named instruction set; returns 0 if the processor lacks it. For tests and benchmarks. */
+/* Switch to the named instruction set; returns 0 if the processor lacks it. Also for tests and benchmarks. */
 SLIPSTREAM_API int slipstream_use_isa(const char *name)
 {
     for (int set = (int)slipstream_best_isa(); set >= 0; --set)

@@ -1,4 +1,4 @@
-/* The best instruction set that both the processor and the operating system support, and the one to use. */
+/* The best instruction set that both the processor and the operating system support. */
 #include "slipstream_ops.h"
 
 #if defined(__x86_64__)
@@ -30,17 +30,6 @@ enum isa slipstream_best_isa(void)
         __get_cpuid_count(7, 1, &dots, &b, &c, &d);
     return KNOWS_avx512bf16 && (dots & bf16) ? AVX512BF16 : AVX512VNNI;
 }
-
-/* Intel's cores add two products in fp32 per cycle and lane, and start a dot product of two pairs of bf16 every second cycle: half as
- * many (an Emerald Rapids core: 156 and 84 GFLOP/s). There bf16 is multiplied in fp32. */
-enum isa slipstream_default_isa(void)
-{
-    const enum isa best = slipstream_best_isa();
-    unsigned a, b = 0, c, d;
-    __get_cpuid(0, &a, &b, &c, &d);
-    return best == AVX512BF16 && b == signature_INTEL_ebx ? AVX512VNNI : best;
-}
 #else
 enum isa slipstream_best_isa(void) { return PORTABLE; }
-enum isa slipstream_default_isa(void) { return PORTABLE; }
 #endif

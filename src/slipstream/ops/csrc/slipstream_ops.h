@@ -69,7 +69,7 @@ enum { ONEBIT_WORKER, ONEBIT_SERVER, ONEBIT_UPDATE };
 
 enum isa { PORTABLE, AVX2, AVX512, AVX512VNNI, AVX512BF16 };
 
-enum isa slipstream_best_isa(void), slipstream_default_isa(void); /* processor.c */
+enum isa slipstream_best_isa(void); /* processor.c */
 enum isa slipstream_set(void); /* the one in use: dispatch.c */
 
 /* Whether the compiler knows the instructions. If not, the processor is treated as lacking them. */
