@@ -181,48 +181,6 @@ def test_the_default_prompt_comes_before_each_text(tmp_path: Path) -> None:
         slipstream.init_inference(folder, device="cpu")
 
 
-def test_the_default_prompt_comes_before_each_text(tmp_path: Path) -> None:
-    """As sentence-transformers does where no prompt is named; token ids are as they are."""
-    folder = folder_of(tmp_path, pooling_mode_mean_tokens=True)
-    given: dict[str, Any] = {"prompts": {"query": "find ", "topic": "of "}, "default_prompt_name": None}
-    (file := folder / "config_sentence_transformers.json").write_text(json.dumps(given))
-    with slipstream.init_inference(folder, device="cpu") as engine:
-        expected, cosine = engine.embed(["of abc", "of d"]), engine.score("of abc", ["of d"])
-        tokens = engine.tokenizer.encode("d")
-        alone = engine.embed([tokens])
-    file.write_text(json.dumps(given | {"default_prompt_name": "topic"}))
-    with slipstream.init_inference(folder, device="cpu") as engine:
-        assert engine.embed(["abc", "d"]).equal(expected) and engine.score("abc", ["d"]) == cosine
-        assert engine.embed([tokens]).equal(alone)
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true, "include_prompt": false}')
-    with pytest.raises(ValueError, match="pools without the tokens of the default prompt"):
-        slipstream.init_inference(folder, device="cpu")
-    file.write_text(json.dumps(given | {"default_prompt_name": "passage"}))
-    with pytest.raises(ValueError, match="default_prompt_name is 'passage'; it must be null or one of prompts: query, topic"):
-        slipstream.init_inference(folder, device="cpu")
-
-
-def test_the_default_prompt_comes_before_each_text(tmp_path: Path) -> None:
-    """As sentence-transformers does where no prompt is named; token ids are as they are."""
-    folder = folder_of(tmp_path, pooling_mode_mean_tokens=True)
-    given: dict[str, Any] = {"prompts": {"query": "find ", "topic": "of "}, "default_prompt_name": None}
-    (file := folder / "config_sentence_transformers.json").write_text(json.dumps(given))
-    with slipstream.init_inference(folder, device="cpu") as engine:
-        expected, cosine = engine.embed(["of abc", "of d"]), engine.score("of abc", ["of d"])
-        tokens = engine.tokenizer.encode("d")
-        alone = engine.embed([tokens])
-    file.write_text(json.dumps(given | {"default_prompt_name": "topic"}))
-    with slipstream.init_inference(folder, device="cpu") as engine:
-        assert engine.embed(["abc", "d"]).equal(expected) and engine.score("abc", ["d"]) == cosine
-        assert engine.embed([tokens]).equal(alone)
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true, "include_prompt": false}')
-    with pytest.raises(ValueError, match="pools without the tokens of the default prompt"):
-        slipstream.init_inference(folder, device="cpu")
-    file.write_text(json.dumps(given | {"default_prompt_name": "passage"}))
-    with pytest.raises(ValueError, match="default_prompt_name is 'passage'; it must be null or one of prompts: query, topic"):
-        slipstream.init_inference(folder, device="cpu")
-
-
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--chat"]])
 def test_a_chat_with_an_encoder_is_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(folder_of(tmp_path))

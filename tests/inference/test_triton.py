@@ -466,38 +466,6 @@ def test_a_context_that_memory_does_not_hold() -> None:
         torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
 
 
-def test_a_context_that_memory_does_not_hold() -> None:
-    """Rotary tables, of short texts and of long ones, are as long as the cache."""
-    rope = replace(config_of().layers[0].rope or Rope(inv_freq=()), long_inv_freq=(0.5, 0.25, 0.2, 0.1, 0.05, 0.01), short_context=8)
-    config = config_of(layers=(Layer(rope=rope),), max_context=10**15)
-    weights = weights_of(config, torch.float32)
-    twin, cuda = (
-        Requests(runner_of(Decoder, config, weights, torch.float32), 0),
-        Requests(runner_of(CudaDecoder, config, weights, torch.float32, max_batch=0), 0),
-    )
-    for length in (5, 14):
-        actual, reference = (
-            torch.stack(side.run([(side.request([i * i % 113 for i in range(length)]), 0, length)])) for side in (cuda, twin)
-        )
-        torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
-
-
-def test_a_context_that_memory_does_not_hold() -> None:
-    """Rotary tables, of short texts and of long ones, are as long as the cache."""
-    rope = replace(config_of().layers[0].rope or Rope(inv_freq=()), long_inv_freq=(0.5, 0.25, 0.2, 0.1, 0.05, 0.01), short_context=8)
-    config = config_of(layers=(Layer(rope=rope),), max_context=10**15)
-    weights = weights_of(config, torch.float32)
-    twin, cuda = (
-        Requests(runner_of(Decoder, config, weights, torch.float32), 0),
-        Requests(runner_of(CudaDecoder, config, weights, torch.float32, max_batch=0), 0),
-    )
-    for length in (5, 14):
-        actual, reference = (
-            torch.stack(side.run([(side.request([i * i % 113 for i in range(length)]), 0, length)])) for side in (cuda, twin)
-        )
-        torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("model", "kind"), [pytest.param("gemma", "", marks=DEAR), ("experts", ""), pytest.param("biases, tied", "int8", marks=DEAR)]
 )
