@@ -65,6 +65,8 @@ class Joint(NamedTuple):
         own = value.detach().movedim(self.part.dim, 0).contiguous()
         lengths = [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
         padded = torch.cat([own, own.new_zeros(max(lengths) - len(own), *own.shape[1:])])
+        if padded.is_cuda and "nccl" not in dist.get_backend(self.axis.group):
+            padded = padded.cpu()  # gloo gathers no memory of a GPU
         pieces = [torch.empty_like(padded) for _ in lengths]
         if padded.numel():
             dist.all_gather([piece.view(torch.uint8) for piece in pieces], padded.view(torch.uint8), group=self.axis.group)
