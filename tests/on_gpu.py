@@ -1,16 +1,16 @@
-"""The pool's tests on a GPU: SLIPSTREAM_TESTS_ON_GPU=1 python -m pytest tests/dist, in worker processes that share one device.
+"""The pool's tests on a GPU: SLIPSTREAM_TESTS_ON_GPU=cuda python -m pytest tests/dist, in worker processes that share one device.
 
 Engines then choose CUDA as they do for a user. The tests were written for the CPU; so that they need not ask for a device, tensors
 that the *tests* create go to the GPU after they were filled on the CPU, hence with the same numbers, and a CPU tensor that meets
 one of the GPU in a test's own arithmetic is copied there. Calls from inside Slipstream are left alone. What cannot hold there (the
 shared-memory transport, native CPU kernels, bytes of the process) fails or is deselected by hand: this is a search for defects of
-the CUDA paths, and not a suite that is expected to be green.
+the CUDA paths, and not a suite that is expected to be green. `emulated` in place of `cuda` does without a GPU (`tests/emulation`).
 """
 
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-ON_GPU = os.environ.get("SLIPSTREAM_TESTS_ON_GPU", "")  # a device's name, usually "cuda"
+from tests import emulation
+
+EMULATED = os.environ.get("SLIPSTREAM_TESTS_ON_GPU") == "emulated"
+ON_GPU = "cuda" if EMULATED else os.environ.get("SLIPSTREAM_TESTS_ON_GPU", "")  # a device's name, usually "cuda"
 _TORCH, _TESTS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 
 
-def tensors_of_tests() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def tensors_of_tests() -> Iterator[None]:
     """A context, of one thread, in which tensors of tests go to the GPU; without ON_GPU, one that does nothing."""
-    return _OnGpu() if ON_GPU else contextlib.nullcontext()
+    with _OnGpu() if ON_GPU else contextlib.nullcontext():
+        yield
+    if EMULATED and (found := emulation.races()):
+        raise AssertionError("\n".join(found))
 
 
 def _of_a_test() -> bool:

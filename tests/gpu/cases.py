@@ -3,6 +3,7 @@
 World 1 meets over NCCL. Two ranks share the one device, so they meet through gloo and the host's memory.
 """
 
+import gc
 import itertools
 import json
 import os
@@ -24,7 +25,8 @@ import slipstream
 from slipstream.zero import build
 from slipstream.zero.storage.lane import CudaLane, Event
 from slipstream.zero.storage.store import DiskStore, HostStore
-from tests import probe, toy, twin
+from tests import emulation, probe, toy, twin
+from tests.on_gpu import EMULATED
 
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -295,6 +297,7 @@ def engines_come_and_go_at_flat_memory() -> None:
         train(engine, batches(1))
         engine.destroy()
         del engine
+        gc.collect()
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated())
     assert held[-1] <= held[3], f"bytes allocated after each engine: {held}"
@@ -328,6 +331,24 @@ def a_checkpoint_moves_between_stages() -> None:
         assert all(torch.equal(value, saved[name]) for name, value in engine.state_dict().items()), f"stage {stage}"
         again = train(engine, data[2:])
         assert max(abs(a - b) for a, b in zip(again, further, strict=True)) < 1e-2, f"stage {stage}: {again}, {further}"
+        engine.destroy()
+
+
+@together
+def slices_of_matrices_are_joined() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        net = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, tie_word_embeddings=False, **sizes))
+        whole = {name: value.clone() for name, value in net.state_dict().items()}
+        engine = toy.make(net, stage, tensor_parallel={"autotp_size": 2}, optimizer={"type": "AdamW", "params": {"lr": 0.0}})
+        ids = torch.arange(16, device=device()).view(2, 8)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value.cpu(), whole[name]), (stage, name)
         engine.destroy()
 
 
@@ -711,6 +732,8 @@ def main() -> None:
         start, trouble = time.monotonic(), ""
         try:
             CASES[name]()
+            if EMULATED and (found := emulation.races()):
+                raise AssertionError("\n".join(found))
         except Exception:
             trouble = traceback.format_exc()
         told: list[Any] = [None] * dist.get_world_size()
