@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from slipstream.world.watch import PeerError
-from slipstream.zero.comm import gather_objects
 from tests import cases, toy
 from tests.pool import distributed, run
 
@@ -54,7 +53,7 @@ def save(folder: Path, stage: int, transport: str) -> tuple[dict[str, Tensor], f
     """Check that every save has rank 0's buffers and changes no rank's own. Returns rank 0's, with its evaluation."""
     engine = trained(stage, transport, checkpoint={"writer": {"decoupled": stage == 0}})
     own = buffers(engine)
-    everyone = gather_objects(own, engine.mesh.world)
+    everyone = engine.mesh.world.gather(own)
     assert not torch.equal(everyone[0]["norm.running_mean"], everyone[1]["norm.running_mean"])
     first = {name: value for name, value in everyone[0].items() if name.startswith("norm.")}
     assert same(engine.state_dict(), first)
@@ -100,7 +99,7 @@ def test_slipstream_broadcast_buffers(transport: str) -> None:
         steps = [toy.step(engine, toy.floats(engine.rank, i)).item() for i in range(2)]
         with engine.no_sync():
             engine(toy.floats(engine.rank, 2))
-        evaluated = gather_objects(evaluation(engine), engine.mesh.world)
+        evaluated = engine.mesh.world.gather(evaluation(engine))
         assert (evaluated[0] == evaluated[1]) is on
         losses[on], saved[on] = steps, engine.state_dict()
         engine.destroy()

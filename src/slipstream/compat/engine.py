@@ -45,7 +45,6 @@ from slipstream.train.loaders import build_loader
 from slipstream.train.random_ltd import RandomLTDScheduler, token_drop_of
 from slipstream.train.window import UnusedParameterError
 from slipstream.world.join import local_rank
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.leaves import rows_of
 
 T = TypeVar("T")
@@ -348,7 +347,7 @@ class DeepSpeedEngine(Engine):
         name = None if tag is None else str(tag)
         if save_dir and self.plan.checkpoint.tag_validation == "fail":
             with self.together("save_checkpoint"), _asserting(CheckpointError):
-                agree_on_tag(gather_objects(name or "", self.mesh.world), "Fail")
+                agree_on_tag(self.mesh.world.gather(name or ""), "Fail")
         saved = super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
         if self.mesh.is_first and not (script := Path(save_dir, "zero_to_fp32.py")).exists():
             script.write_text(ZERO_TO_FP32)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from slipstream.compat.zero import engine_of
 from slipstream.zero import access
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.unit import Unit
 
 
@@ -113,7 +112,7 @@ def _joined(param: nn.Parameter, value: Tensor) -> Tensor:
     unit, i = _place(param)
     slot = unit.layout.slots[i]
     values = torch.zeros(slot.numel, dtype=torch.float32)
-    for start, part in gather_objects((_range(unit, i).start, value.reshape(-1).float().cpu()), unit.comms.data.axis):
+    for start, part in unit.comms.data.axis.gather((_range(unit, i).start, value.reshape(-1).float().cpu())):
         values[start : start + part.numel()] = part
     return access.whole_of(values.view(slot.shape), unit, i)
 

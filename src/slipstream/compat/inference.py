@@ -319,8 +319,7 @@ def _axis(size: int) -> Axis:
 
 def _agree(axis: Axis, own: Any, failed: Exception | None, waits: bool) -> None:
     """Raise this rank's error unless it waits, and ValueError where ranks have found different plans. Collective."""
-    outcomes: list[Any] = [None] * axis.size
-    dist.all_gather_object(outcomes, own)
+    outcomes = axis.gather(own)
     if failed is not None and not waits:
         raise failed.__cause__ if isinstance(failed, ForwardError) and failed.__cause__ else failed
     if other := next((f"rank {rank}: {one}" for rank, one in enumerate(outcomes) if one != own), ""):

@@ -130,10 +130,7 @@ class CommLog:
 
     def _stragglers(self, raw: Mapping[str, Mapping[int, list[Any]]]) -> dict[str, Any]:
         own = {(name, nbytes): entry[1] for name, sizes in raw.items() for nbytes, entry in sizes.items()}
-        every: list[Any] = [own]
-        if self.world.group is not None:
-            every = [None] * self.world.size
-            dist.all_gather_object(every, own, group=self.world.group)
+        every = self.world.gather(own)
 
         def row(key: Any, entry: list[Any]) -> tuple[Any, ...]:
             least = [min(each) for each in zip(*(other[key] for other in every if key in other), strict=False)]

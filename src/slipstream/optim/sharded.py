@@ -25,7 +25,6 @@ from torch import Tensor
 
 from slipstream.optim.rules import Rule, unsupported_option
 from slipstream.zero.access import Joint, joined, joints
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.layout import Span
 from slipstream.zero.leaves import cuts_of, cuts_of_tensors
 from slipstream.zero.storage.store import Section, Store, read
@@ -175,11 +174,11 @@ class ShardedSteps(ABC):
             dtypes = {state: part.dtype for state, part in self.states(piece).items()}
             own[piece.name] = KnownStates(dtypes, self.scalars(piece))
         known: dict[str, KnownStates] = {}
-        for of_rank in gather_objects(own, unit.comms.dp.axis) if unit.placement.optim else [own]:
+        for of_rank in unit.comms.dp.axis.gather(own) if unit.placement.optim else [own]:
             known |= of_rank
         if any(part.is_dealt for param in unit.params for part in cuts_of(param)):  # other ranks have all of some
             for axis in unit.comms.family.parts:
-                for of_rank in gather_objects(known, axis):
+                for of_rank in axis.gather(known):
                     known = of_rank | known
         return known
 

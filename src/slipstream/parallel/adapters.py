@@ -12,7 +12,6 @@ from torch import nn
 from slipstream.parallel.slicing import adapters_of, sliced_class
 from slipstream.parallel.tensor import Column, Row
 from slipstream.world.mesh import Split
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.leaves import mark_part, parts_of, take, whole_shape
 from slipstream.zero.wrap import repeated_blocks
 
@@ -74,7 +73,7 @@ def _cut(path: str, layer: Any, base: Any, dim: int) -> None:
             f"{part.numel} features: add the adapter before initialize()"
         )
     for param, along in ((layer.weight, dim), *(((layer.bias, 0),) if layer.bias is not None and dim == 0 else ())):
-        first = gather_objects(param.detach().cpu(), base.slices.axis)[0]
+        first = base.slices.axis.gather(param.detach().cpu())[0]
         param.data = take(first, along, part.ranges).to(param.device)
         mark_part(param, "tp", part.split.size, along, whole=part.numel, ranges=part.ranges)
     kind, how = (Column, {"gathers": base.gathers, "enters": base.enters}) if dim == 0 else (Row, {"splits": base.splits})

@@ -32,7 +32,6 @@ from slipstream.train.gate import Gate
 from slipstream.world import brief
 from slipstream.world.join import local_rank, local_world_size
 from slipstream.world.mesh import Axis, Mesh
-from slipstream.zero.comm import gather_objects
 
 logger = logging.getLogger(__name__)
 SAVE, STOP = 1.0, 2.0  # wishes of a rank; the largest of all ranks is done
@@ -79,7 +78,7 @@ class Autosave:
     def _find_memory(self, world: Axis) -> str | None:
         """This engine's folder on this host, by that on disk. Collective over the world."""
         folder = os.environ.get(brief.MEMORY)
-        folders = gather_objects(folder, world)
+        folders = world.gather(folder)
         self.hosts, why = hosts_of(world, in_memory=True)
         if None in folders:
             why = "only `slipstream run` with --max-restarts or --elastic has a place"
@@ -135,7 +134,7 @@ class Autosave:
         listed = [each for handler in self._handlers for each in handler.engines]
         last = {each.plan.folder: i for i, each in enumerate(listed)}  # one that was abandoned must not lie over its successor
         alive = {i: engine for i in last.values() if (engine := self._savable(listed[i])) is not None}
-        for i in sorted(set.intersection(*gather_objects(set(alive), self._world))):  # garbage differs between ranks
+        for i in sorted(set.intersection(*self._world.gather(set(alive)))):  # garbage differs between ranks
             try:
                 alive[i].save_checkpoint(listed[i].plan.folder or "")
                 alive[i].finish_save()
@@ -169,7 +168,7 @@ class Autosave:
             return
         if self.memory is not None and self._resume_from_memory(engine, self.memory, self.plan.folder):
             return
-        if any(gather_objects(os.path.isdir(self.plan.folder), self._world)):  # a host that is new may lack its own
+        if any(self._world.gather(os.path.isdir(self.plan.folder))):  # a host that is new may lack its own
             engine.load_checkpoint(self.plan.folder)
 
     def _resume_from_memory(self, engine: Saved, memory: str, disk: str) -> bool:
@@ -240,7 +239,7 @@ class _Handler:
 def hosts_of(world: Axis, *, in_memory: bool) -> tuple[Hosts | None, str]:
     """The hosts of several, whose directories are their own; None for one host, or with why it cannot be. Collective."""
     own = local_world_size()
-    sizes, places = zip(*gather_objects((own, local_rank()), world), strict=True)
+    sizes, places = zip(*world.gather((own, local_rank())), strict=True)
     if len(set(sizes)) > 1 or world.size % own or list(places) != [i % own for i in range(world.size)]:
         return None, f"each host must have as many ranks as the others, consecutive ones; these have {', '.join(map(str, sizes))}"
     if own == world.size or world.group is None:

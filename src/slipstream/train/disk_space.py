@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from slipstream.config.plan import OffloadPlan
 from slipstream.ops.disk import ALIGNMENT, Disk, DiskFacts, preflight
-from slipstream.zero.comm import Comm, first_said, gather_objects
+from slipstream.zero.comm import Comm, first_said
 from slipstream.zero.placement import Tier, Tiers
 from slipstream.zero.storage.store import Needs, Space, Spaces
 
@@ -50,7 +50,7 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
 
     def open_all(needs: Needs) -> Spaces:
         asks = _asks(plan, needs)
-        by_rank = gather_objects(list(asks.values()), data.axis)
+        by_rank = data.axis.gather(list(asks.values()))
         all_asks = [ask for rank_asks in by_rank for ask in rank_asks]
         spaces: dict[str, Space] = {}
         facts: dict[tuple[str, str], DiskFacts] = {}  # by host and folder
@@ -67,7 +67,7 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
                 opened.close()
             rank, why = failure
             raise ValueError(f"offload to disk: {why}" + (f" (rank {rank})" if data.size > 1 else ""))
-        measured = [item for of_rank in gather_objects(facts, data.axis) for item in of_rank.items()]
+        measured = [item for of_rank in data.axis.gather(facts) for item in of_rank.items()]
         for place, disk_facts in measured if data.index == 0 else ():
             _log_disk(place[1], disk_facts, [ask for ask in all_asks if (ask.host, ask.folder) == place])
         param, optimizer = (folder and spaces.get(os.path.realpath(folder)) for folder in (plan.param_path, plan.optimizer_path))

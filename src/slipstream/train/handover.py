@@ -24,7 +24,6 @@ from slipstream.ops.rows import RowForm, dequantize_rows
 from slipstream.quantized import row_forms
 from slipstream.train.states import States
 from slipstream.zero import access
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.leaves import whole_shape
 from slipstream.zero.unit import State, Unit
 
@@ -91,7 +90,7 @@ def announced_by_stages(states: States) -> list[dict[str, tuple[Shape, torch.dty
         facts = announced(states)
     except ValueError as error:
         failure = str(error)
-    gathered = gather_objects((facts, failure), states.mesh.pp)
+    gathered = states.mesh.pp.gather((facts, failure))
     if first := next(filter(None, (why for _, why in gathered)), ""):
         raise ValueError(first)
     return [each for each, _ in gathered]

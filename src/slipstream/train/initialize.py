@@ -65,7 +65,6 @@ from slipstream.world.watch import Watch
 from slipstream.zero import access
 from slipstream.zero.buffers import convert_buffers, spread_first
 from slipstream.zero.build import build_units, connect
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.leaves import differs_of, parts_of
 from slipstream.zero.materialize import FirstValues, Reader
@@ -229,7 +228,7 @@ def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, 
     """The module of this rank's pipeline stages, and those of the given parameters that it has; without stages, both unchanged."""
     whole = model
     ties = any(_is_on(param, "pp") for param in model.parameters())
-    own_stages = any(gather_objects(ties, mesh.pp))  # the user's, of which one or another has parameters of others: mark_tied
+    own_stages = any(mesh.pp.gather(ties))  # the user's, of which one or another has parameters of others: mark_tied
     if mesh.pp.size > 1 and not isinstance(model, PipelineModule) and not own_stages:
         if not hasattr(getattr(model, "config", None), "model_type"):
             raise ValueError(

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from slipstream.config.plan import Plan
 from slipstream.parallel.around import first_of, input_of, unwrap, with_first, wrap
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Hooks
 from slipstream.zero.wrap import repeated_blocks
 
@@ -299,7 +298,7 @@ def _blocks_of_all_stages(model: nn.Module, engine: Engine) -> dict[str, frozens
     outer = [name for name in numbered if not any(name.startswith(f"{other}.") for other in numbered)]
     blocks = {name: model.get_submodule(name) for name in _droppable(model, outer)}
     own = {name: (type(block).__qualname__, _params_of(block)) for name, block in blocks.items()}
-    found = {name: each for stage in gather_objects(own, engine.mesh.pp) for name, each in stage.items()}
+    found = {name: each for stage in engine.mesh.pp.gather(own) for name, each in stage.items()}
     kinds = [(name.rpartition(".")[0], kind) for name, (kind, _) in found.items()]
     names = [name for name, (kind, _) in found.items() if kinds.count((name.rpartition(".")[0], kind)) > 1]
     _check_any(model, names)

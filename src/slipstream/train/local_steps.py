@@ -39,7 +39,7 @@ from slipstream.train.saving.entries import spread_weights
 from slipstream.train.states import States
 from slipstream.world.mesh import Differs
 from slipstream.zero.build import connect_axis
-from slipstream.zero.comm import Buffer, Comm, Pending, gather_objects, sum_over
+from slipstream.zero.comm import Buffer, Comm, Pending, sum_over
 from slipstream.zero.reduction import Coded, Dense, Reduction, Rounded, wire_numel
 from slipstream.zero.storage.store import Store, copy_store, read, write
 from slipstream.zero.unit import Unit
@@ -239,9 +239,7 @@ class LocalSteps:
         """Give all replicas the mean of the optimizer states that all of them have: one may have skipped each step. Collective."""
         steps = self.states.steps
         own = [steps.states(piece) for piece in steps.pieces()]
-        known = [
-            set.intersection(*each) for each in zip(*gather_objects([{*states} for states in own], self.comm.axis), strict=True)
-        ]
+        known = [set.intersection(*each) for each in zip(*self.comm.axis.gather([{*states} for states in own]), strict=True)]
         for states, names in zip(own, known, strict=True):
             for name in sorted(names):
                 write(states[name], self._averaged(read(states[name])))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from slipstream.train.states import States
 from slipstream.zero import access
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.leaves import whole_shape
 from slipstream.zero.unit import Unit
 
@@ -28,10 +27,10 @@ def read(states: States, name: str, values_of: Callable[[Unit, int], Mapping[str
         except (KeyError, ValueError) as error:
             refusal = error
     if states.mesh.pp.size > 1:
-        said = gather_objects((name, refusal), states.mesh.pp)
+        said = states.mesh.pp.gather((name, refusal))
         refusal = next((error for asked, error in said if error is not None and asked == name), None)
         if refusal is None and len({asked for asked, _ in said}) == 1:  # a stage that has it sends it to those that do not
-            sent = gather_objects({key: value.cpu() for key, value in own.items()} if place is not None else None, states.mesh.pp)
+            sent = states.mesh.pp.gather({key: value.cpu() for key, value in own.items()} if place is not None else None)
             found = next((values for values in sent if values is not None), None)
             if place is None and found is not None:
                 return {key: value.to(states.device) for key, value in found.items()}
@@ -67,7 +66,7 @@ def write(
             check(*place)
         except (KeyError, ValueError) as error:
             refusal = error
-    said = gather_objects((place is not None, refusal), states.mesh.pp)
+    said = states.mesh.pp.gather((place is not None, refusal))
     if refusal := next((error for _, error in said if error is not None), None):
         raise refusal
     if not any(has for has, _ in said):

@@ -39,7 +39,6 @@ from slipstream.train.precision import Precision
 from slipstream.train.states import States
 from slipstream.world.mesh import Differs, Mesh
 from slipstream.world.watch import PeerError
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.leaves import differs_of, keep_apart, kind_of, mark_tied
 from slipstream.zero.trees import map_tensors, tensors_in
 
@@ -217,7 +216,7 @@ class PipelineEngine(Engine):
         if form not in ("text", "svg"):
             raise ValueError(f"draw(form={form!r}): use 'text' or 'svg'")
         with self.together("draw"):
-            rows = gather_objects(self._spans, self.mesh.world)
+            rows = self.mesh.world.gather(self._spans)
         here = {rank: place for place, rank in enumerate(self.mesh.pp.ranks)}
         spans = [
             Span(here[rank], action, start, stop)
@@ -432,7 +431,7 @@ class PipelineEngine(Engine):
         self.total_loss = torch.stack(list(losses)).sum() if losses else None
         if self._has_reports:
             reported, self._reported = self._reported, []
-            every = gather_objects([{name: weight * float(loss) for name, loss in each.items()} for each in reported], replica.axis)
+            every = replica.axis.gather([{name: weight * float(loss) for name, loss in each.items()} for each in reported])
             sums: dict[str, float] = {}
             for name, value in (item for of_rank in every for each in of_rank for item in each.items()):
                 sums[name] = sums.get(name, 0.0) + value
@@ -507,7 +506,7 @@ def agree_on_kinds(model: nn.Module, mesh: Mesh) -> None:
     """
     shared = _shared_params(model)
     own = [(key, kind) for key, param in shared if (kind := kind_of(param))]
-    found = dict(sorted(itertools.chain.from_iterable(gather_objects(own, mesh.pp)), reverse=True))  # dense before rows
+    found = dict(sorted(itertools.chain.from_iterable(mesh.pp.gather(own)), reverse=True))  # dense before rows
     for key, param in shared:
         if key in found:
             keep_apart(param, found[key])
@@ -565,7 +564,7 @@ def pipeline_engine(states: States, precision: Precision, transport: str) -> Pip
 def _shared_kinds(states: States, mail: Mail) -> list[Kind]:
     """The kinds of messages of which tp ranks send shares. In shared memory none travels. Collective over tp."""
     plan, tp = states.plan.pipeline, states.mesh.tp
-    if any(gather_objects(isinstance(mail, SharedMail), tp)) or tp.size == 1:
+    if any(tp.gather(isinstance(mail, SharedMail))) or tp.size == 1:
         return []
     return [kind for kind, is_shared in ((Kind.FORWARD, plan.shares_outputs), (Kind.BACKWARD, plan.shares_grads)) if is_shared]
 

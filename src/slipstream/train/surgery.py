@@ -36,7 +36,7 @@ from slipstream.world.watch import PeerError
 from slipstream.zero import access, memory
 from slipstream.zero.buffers import convert_buffers
 from slipstream.zero.build import UnitPlan, allocate, build_block, disk_needs, longest_on_wire, plan_units
-from slipstream.zero.comm import first_said, gather_objects
+from slipstream.zero.comm import first_said
 from slipstream.zero.hooks import Slots
 from slipstream.zero.leaves import differs_of, named_leaves, open_up, whole_shape
 from slipstream.zero.materialize import FirstValues
@@ -120,7 +120,7 @@ class Surgery:
         try:
             if world.size > 1 and (why := difference(self._facts(), world.group, states.mesh.places[states.mesh.rank].pp)):
                 raise ValueError(f"engine.surgery(): ranks changed the model differently: {why}. Make the same change on all ranks")
-            whys, tied = zip(*gather_objects((self._refusal(), _tied(states.model)), world), strict=True)
+            whys, tied = zip(*world.gather((self._refusal(), _tied(states.model))), strict=True)
             if why := next(filter(None, whys), ""):
                 raise ValueError(why)
             if found := conflict(world.ranks, tied):
@@ -200,7 +200,7 @@ class Surgery:
         """The parameters whose values may have changed on some rank; the first rank's that has them then count. Collective."""
         params = [(unit, i) for unit in self.states.units for i in range(len(unit.params))]
         own = [unit.names[i] for unit, i in params if _is_touched(unit, i, self.copies)]
-        touched = {name for names in gather_objects(own, self.states.mesh.world) for name in names}
+        touched = {name for names in self.states.mesh.world.gather(own) for name in names}
         return {(unit, i) for unit, i in params if unit.names[i] in touched}
 
     def _close(self, why: str, *, is_changed: bool) -> None:
@@ -335,7 +335,7 @@ class Change:
             new = given.reshape(-1)[: origin.common].to(old)
             if origin.unit.comms.data.index == 0 and not new.equal(old[origin.start : origin.start + origin.common]):
                 fresh.append(name)
-        everywhere = {name for of_rank in gather_objects(fresh, self.states.mesh.world) for name in of_rank}
+        everywhere = {name for of_rank in self.states.mesh.world.gather(fresh) for name in of_rank}
         return [name for name in replaced if name in everywhere]
 
     def _find_held(self) -> dict[int, int]:
@@ -383,7 +383,7 @@ class Change:
         except Exception as caught:
             error = caught
         world = self.states.mesh.world
-        whys, chosen = zip(*gather_objects((f"{type(error).__name__}: {error}" if error else "", joins), world), strict=True)
+        whys, chosen = zip(*world.gather((f"{type(error).__name__}: {error}" if error else "", joins)), strict=True)
         if error is not None:
             raise error
         for rank, why in zip(world.ranks, whys, strict=True):
@@ -434,7 +434,7 @@ class Change:
     def _open_files(self) -> None:
         """Open files for the new units' states on disk. Collective; all ranks raise ValueError if one lacks disk space."""
         states, homes = self.states, self.states.homes
-        if homes.on_disk and any(gather_objects(bool(self.plans), states.mesh.pp)):
+        if homes.on_disk and any(states.mesh.pp.gather(bool(self.plans))):
             needs = disk_needs(list(self.plans.values()), states.recipe, homes.to_keep, on_host=homes.lane is None)
             homes.extend(states.open_space(needs))
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from slipstream.train.states import States
 from slipstream.train.window import check_rounds
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.unit import Unit
 
 
@@ -75,6 +74,6 @@ def _find_culprit(states: States, units: Sequence[Unit]) -> tuple[str, str]:
                 first = (unit.index, i, unit.names[i])
                 break
     causes = [cause for suspect in states.suspects if (cause := suspect())]
-    found: list[tuple[Any, list[str]]] = gather_objects((first, causes), states.replica.axis)
+    found: list[tuple[Any, list[str]]] = states.replica.axis.gather((first, causes))
     firsts = [each for each, _ in found if each is not None]
     return min(firsts)[2] if firsts else "", next((cause for _, each in found for cause in each), "")

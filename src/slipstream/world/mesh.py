@@ -42,6 +42,13 @@ class Axis:
         """A copy of a model that knows its ranks (for a dry run) knows the same."""
         return self
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, pickled. Collective; for setup and inspection."""
+        values = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
 
 class Split(NamedTuple):
     """An axis over which the parts of a parameter differ, and their number. On `pp`: one part, on the stages `stages`.
@@ -169,12 +176,8 @@ class Mesh:
         Raises ValueError if the parts do not fit the mesh.
         """
         own = sorted(set(differs) - {()})
-        everywhere = [own]
-        if self.world.group is not None:
-            everywhere = [[]] * self.world.size
-            dist.all_gather_object(everywhere, own, group=self.world.group)
         families = dict(self.families)
-        for splits in sorted(set(itertools.chain.from_iterable(everywhere))):
+        for splits in sorted(set(itertools.chain.from_iterable(self.world.gather(own)))):
             family = self._family(splits)
             if splits in own:
                 families[splits] = family

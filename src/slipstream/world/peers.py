@@ -13,8 +13,6 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from slipstream.world.mesh import Axis
 
 
@@ -28,9 +26,7 @@ class Peer(NamedTuple):
 
 def meet(axis: Axis) -> list[Peer]:
     """Every rank's Peer, in rank order. Collective."""
-    peers: list[Any] = [None] * axis.size
-    dist.all_gather_object(peers, Peer(axis.ranks[axis.index], _host(), os.getpid()), group=axis.group)
-    return peers
+    return axis.gather(Peer(axis.ranks[axis.index], _host(), os.getpid()))
 
 
 class Peers:

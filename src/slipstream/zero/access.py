@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.world.mesh import Axis
-from slipstream.zero.comm import Comm, broadcast_from, gather_objects, reduce_into, sum_over
+from slipstream.zero.comm import Comm, broadcast_from, reduce_into, sum_over
 from slipstream.zero.layout import ALIGN, Slot
 from slipstream.zero.leaves import Part, Ranges, cuts_of, take
 from slipstream.zero.shown import check_writes, refuse_writes
@@ -86,7 +86,7 @@ class Joint(NamedTuple):
 def joints(unit: Unit, i: int, parts: Iterable[Part]) -> tuple[Joint, ...]:
     """How these parts of parameter i cut it. Collective over the ranks that have them."""
     axes = ((part, unit.comms.family.parts_of(part.split)) for part in parts)
-    return tuple(Joint(part, axis, gather_objects(part.ranges_of(axis.index), axis)) for part, axis in axes)
+    return tuple(Joint(part, axis, axis.gather(part.ranges_of(axis.index))) for part, axis in axes)
 
 
 def joined(value: Tensor, cuts: Iterable[Joint]) -> Tensor:

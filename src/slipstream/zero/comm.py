@@ -443,17 +443,8 @@ def sum_over(tensor: Tensor, axis: Axis) -> None:
 
 def first_said(value: T | None, axis: Axis) -> tuple[int, T] | None:
     """The first rank with a `value` that is not empty (an error's text), and its value. None: all are empty. Collective."""
-    said = zip(axis.ranks, gather_objects(value, axis), strict=True)
+    said = zip(axis.ranks, axis.gather(value), strict=True)
     return next(((rank, each) for rank, each in said if each), None)
-
-
-def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's `value`, in rank order, pickled. For setup and inspection."""
-    if axis.group is None:
-        return [value]
-    values: list[Any] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
-    return values
 
 
 def _all_gather_single(out: Tensor, shard: Tensor, group: Any) -> Any:

@@ -27,7 +27,7 @@ from slipstream import ops
 from slipstream.ops import Partial, pages, words
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerError, Watch
-from slipstream.zero.comm import Buffer, Comm, Cuts, Pending, T, broadcast_from, gather_objects, reduce_into
+from slipstream.zero.comm import Buffer, Comm, Cuts, Pending, T, broadcast_from, reduce_into
 
 _PAGE = 4096
 _LINE = 64  # bytes between counters
@@ -46,13 +46,13 @@ def hosts_agree(axis: Axis) -> bool:
     token = os.urandom(16)
     os.write(fd, token)
     readable = True
-    for pid, peer_fd, peer_token in gather_objects((os.getpid(), fd, token), axis):
+    for pid, peer_fd, peer_token in axis.gather((os.getpid(), fd, token)):
         try:
             with open(f"/proc/{pid}/fd/{peer_fd}", "rb") as file:
                 readable &= file.read() == peer_token
         except OSError:
             readable = False
-    agreed = all(gather_objects(readable, axis))
+    agreed = all(axis.gather(readable))
     os.close(fd)
     return agreed
 
@@ -92,7 +92,7 @@ class SharedComm(Comm):
     def __init__(self, axis: Axis, watch: Watch) -> None:
         super().__init__(axis, torch.device("cpu"))
         self.watch = watch
-        self.pids: list[int] = gather_objects(os.getpid(), axis)
+        self.pids: list[int] = axis.gather(os.getpid())
         self.counters: list[tuple[Tensor, int]] = []  # per allocation: its counters and the address of the first
         self.exchange_buffers = self.allocate([(_EXCHANGE_NUMEL, torch.float64)] * 2)
         self.exchanges = 0
@@ -106,7 +106,7 @@ class SharedComm(Comm):
         common = os.memfd_create("slipstream", os.MFD_CLOEXEC) if self.index == 0 else -1
         if self.index == 0:
             os.ftruncate(common, common_nbytes)
-        descriptors = gather_objects((own, common), self.axis)
+        descriptors = self.axis.gather((own, common))
         privates = [open_segment(pid, fd, max(private_nbytes, _PAGE)) for pid, (fd, _) in zip(self.pids, descriptors, strict=True)]
         shared = open_segment(self.pids[0], descriptors[0][1], common_nbytes)
         dist.barrier(group=self.axis.group)  # all ranks have opened all segments

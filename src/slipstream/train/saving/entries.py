@@ -25,7 +25,6 @@ from slipstream.train.precision import Precision
 from slipstream.train.states import States
 from slipstream.world.mesh import Mesh
 from slipstream.zero.buffers import first_values
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.leaves import Ranges, cuts_of
 from slipstream.zero.storage.store import Store, copy_store, section
 from slipstream.zero.unit import Unit
@@ -112,7 +111,7 @@ def spread_weights(states: States, units: Sequence[Unit] | None = None) -> None:
 def of_all_stages(own: dict[str, T], mesh: Mesh) -> dict[str, T]:
     """The entries of all pipeline stages; the first stage's if several have one. Collective over the stages."""
     merged: dict[str, T] = {}
-    for of_stage in gather_objects(own, mesh.pp):
+    for of_stage in mesh.pp.gather(own):
         merged |= {name: value for name, value in of_stage.items() if name not in merged}
     return merged
 
@@ -183,7 +182,7 @@ def optimizer_scalars(states: States) -> dict[str, Any] | None:
 def all_scalars(states: States) -> dict[str, Any]:
     """The optimizer's values that are not per element, by the parameter's name, of all ranks. Collective."""
     own = {piece.name: states.steps.scalars(piece) for piece in pieces(states)}
-    return {name: values for scalars in gather_objects(own, states.mesh.world) for name, values in scalars.items()}
+    return {name: values for scalars in states.mesh.world.gather(own) for name, values in scalars.items()}
 
 
 def optimizer_classes(steps: ShardedSteps) -> list[str]:

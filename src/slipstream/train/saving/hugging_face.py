@@ -18,7 +18,6 @@ from slipstream.train.saving import entries
 from slipstream.train.saving import peft as adapters
 from slipstream.train.saving.save import agree
 from slipstream.train.states import States
-from slipstream.zero.comm import gather_objects
 
 
 def save_pretrained(states: States, folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool) -> None:
@@ -114,7 +113,7 @@ def _numbers(states: States) -> dict[str, FlatSlice]:
     weights = {key.removeprefix("model."): value for key, value in entries.weights(states).items()}
     slices = {name: value for name, value in weights.items() if name in forms and isinstance(value, FlatSlice)}
     heads = {name: head_of(each.data, each.start, forms[name]) for name, each in slices.items()}
-    by_rank = gather_objects(heads, states.mesh.world) if heads else []
+    by_rank = states.mesh.world.gather(heads) if heads else []
     result = {}
     for name, each in slices.items():
         numbers = Numbers(each.data, each.start, [heads[name] for heads in by_rank], forms[name])

@@ -31,7 +31,6 @@ from slipstream.train.saving import entries
 from slipstream.train.saving.save import agree
 from slipstream.train.states import States
 from slipstream.world.mesh import Mesh
-from slipstream.zero.comm import gather_objects
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ def _restacked(
     that do not fit; optimizer states that do not are lacking.
     """
     own = {name: tuple(tensor.shape) for name, tensor in (entries.weights(states) | entries.averages(states)).items()}
-    wanted = {name: shape for of_stage in gather_objects(own, states.mesh.pp) for name, shape in of_stage.items()}
+    wanted = {name: shape for of_stage in states.mesh.pp.gather(own) for name, shape in of_stage.items()}
     needed = [name for name in wanted if name.startswith("model.") and not entries.is_excluded(name, optional)]
     kept = {name.split(".")[1] for name in metadata.tensors if optimizer and name.startswith("optim.")}
     wanted |= {f"optim.{state}.{name[6:]}": wanted[name] for name in list(wanted) if name.startswith("model.") for state in kept}
@@ -197,7 +196,7 @@ def _request(
     wanted = included(present)
     needed = entries.weights(states, exclude_frozen=True) if contents == "adapters" else wanted
     missing = [name for name in needed if name in wanted and name not in metadata.tensors]
-    of_stages = {name for names in gather_objects(list(present), states.mesh.pp) for name in names}
+    of_stages = {name for names in states.mesh.pp.gather(list(present)) for name in names}
     surplus = [name for name in saved if name not in of_stages and not entries.is_excluded(name, exclude)]
     if optimizer:
         wanted |= included(entries.optimizer_tensors(states) | entries.outer(states))

@@ -18,7 +18,7 @@ from slipstream.optim.sharded import ShardedSteps
 from slipstream.train.saving import entries
 from slipstream.train.states import States
 from slipstream.zero import access
-from slipstream.zero.comm import first_said, gather_objects
+from slipstream.zero.comm import first_said
 from slipstream.zero.leaves import whole_shape
 from slipstream.zero.storage.store import Section, write
 from slipstream.zero.unit import Unit
@@ -44,7 +44,7 @@ def check_names(unit: Unit, i: int, steps: ShardedSteps, names: Iterable[str]) -
     steps.expose([unit])
     states = _states(unit, i, steps)
     own = None if states is None else sorted(states)
-    for known in [each for each in gather_objects(own, unit.comms.data.axis) if each is not None] or [[]]:
+    for known in [each for each in unit.comms.data.axis.gather(own) if each is not None] or [[]]:
         if unknown := sorted(set(names) - {"master", *known}):
             raise KeyError(f"no optimizer state {unknown[0]!r} of {unit.names[i]!r}; there are {['master', *known]}")
 
@@ -86,7 +86,7 @@ def _names(states: States) -> list[list[str]]:
     own = [[known.get(id(param), "") for param in group["params"]] for group in states.steps.inner.param_groups]
     if states.mesh.pp.size == 1:
         return own
-    by_stage = gather_objects(own, states.mesh.pp)
+    by_stage = states.mesh.pp.gather(own)
     if len({len(groups) for groups in by_stage}) > 1:
         numbers = [len(groups) for groups in by_stage]
         raise ValueError(f"optimizer.state_dict(): the pipeline stages have {numbers} parameter groups; give all stages the same")

@@ -19,7 +19,6 @@ import torch.nn as nn
 
 from slipstream.train.handover import PREFIX
 from slipstream.train.states import States
-from slipstream.zero.comm import gather_objects
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _COMPUTED = (
@@ -54,7 +53,7 @@ def of(states: States, buffers: Mapping[str, Any]) -> list[PeftAdapter]:
         configs = getattr(module, "peft_config", {})
         adapters = [_of_one(module, name, config, stand_ins, meant) for name, config in configs.items()]
     own = {adapter.name for adapter in adapters if adapter.tensors}, _refusal(states, adapters)
-    present, refusals = zip(*gather_objects(own, states.mesh.world), strict=True)
+    present, refusals = zip(*states.mesh.world.gather(own), strict=True)
     absent = [_COMPUTED.format(name) for name in configs if not any(name in names for names in present)]
     if why := next(filter(None, (*refusals, *absent)), ""):
         raise ValueError(why)
