@@ -97,6 +97,7 @@ class ServingRanks:
         self._aborting: threading.Thread | None = None
         self.release: Callable[[], object] = bool  # drops the graphs that have operations of the group, which waits for that to end
         self.axis = Axis("tp", self._group, tuple(range(size)), self.index, size)
+        self.gather = self.axis.gather
         self._peers: list[Peer] = meet(self.axis)
         here = [peer.rank for peer in self._peers if peer.host == self._peers[self.index].host]
         self.neighbors, self.place = len(here), here.index(self.index)  # processes on this host, and which of them this is
@@ -112,12 +113,6 @@ class ServingRanks:
         self._threads[0].start()
 
     # -- opening; collective --
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every process's value, by rank."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
     def compute_on(self, device: torch.device) -> None:
         """Set `sharing`, the processes of this host that compute on the same device, and `num_devices` of all. Collective."""

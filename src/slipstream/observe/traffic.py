@@ -17,7 +17,6 @@ from datetime import datetime
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slipstream.config.plan import TrafficPlan
 from slipstream.observe import clock

@@ -11,7 +11,7 @@ import os
 import select
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slipstream.world.mesh import Axis
 
