@@ -593,7 +593,7 @@ def test_keys_of_deepspeed() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             slipstream.init_inference(model, **options, **_OPTIONS)
-    with pytest.raises(TypeError, match="no argument 'tp_sizes'; did you mean tp_size"):
+    with pytest.raises(TypeError, match="no option 'tp_sizes'; did you mean tp_size"):
         slipstream.init_inference(model, tp={"tp_sizes": 2})
 
 

@@ -87,8 +87,8 @@ def test_a_pipeline(folder: Path, expected: list[Any]) -> None:
     ("options", "message"),
     [
         ({"tensor_parallel": 2}, r"tp_size \(2\) need 2 processes, and 1 run this"),
-        ({"replica_num": 2}, "replica_num is 2"),
-        ({"task": "fill-mask"}, "task is 'fill-mask'"),
+        ({"replica_num": 2}, "replica_num=2 is not served"),
+        ({"task": "fill-mask"}, "task='fill-mask' is not served"),
         ({"quantization_mode": "wf6af16"}, "must be None, int8 or int4"),
         ({"max_lenght": 3}, "no option 'max_lenght'; did you mean max_length"),
         ({"max_length": 5, "model_config": {"max_length": 6}}, "max_length is given twice, as 6 and as 5"),

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from slipstream.inference.core import Batch, Chunk, Finish, ForwardSize, Generate, QueueFullError, SamplingParams
 from slipstream.inference.engine import ClosedError, Engine, Handle, Output
 from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _as_list, _sampling
-from slipstream.inference.initialize import _translated, init_inference
+from slipstream.inference.initialize import _options, init_inference
 from slipstream.inference.text import BYTE_OF, Tokenizer
 from slipstream.launch import talk
 from slipstream.launch.cli import build_parser, main
@@ -729,12 +729,12 @@ def test_settings_of_sampling() -> None:
     assert _sampling(None, 1, {"temperature": 0.7, "do_sample": False})[0].temperature == 0.0
     params, n = _sampling(None, 1, {"max_new_tokens": 3, "num_return_sequences": 2, "stop": "x", "json_schema": {"type": "object"}})
     assert (params.max_tokens, n, params.stop, params.json_schema) == (3, 2, ("x",), '{"type": "object"}')
-    for wrong, words in (({"max_tokns": 3}, "did you mean max_tokens"), ({"stream_": 1}, "no setting 'stream_'")):
+    for wrong, words in (({"max_tokns": 3}, "did you mean max_tokens"), ({"stream_": 1}, "no option 'stream_'")):
         with pytest.raises(TypeError, match=words):
             _sampling(None, 1, wrong)
-    with pytest.raises(ValueError, match="num_beams is 4; there is no beam search"):
+    with pytest.raises(ValueError, match="num_beams=4 is not served: there is no beam search"):
         _sampling(None, 1, {"num_beams": 4})
-    with pytest.raises(ValueError, match=r"stream is False; agenerate\(\) is always a stream"):
+    with pytest.raises(ValueError, match=r"stream=False is not served: agenerate\(\) is always a stream"):
         _sampling(None, 1, {"stream": False})
     with pytest.raises(TypeError, match=r"params is .*; give SamplingParams"):
         _sampling({"top_k": 3}, 1, {})  # type: ignore[arg-type]
@@ -745,9 +745,9 @@ def test_settings_of_sampling() -> None:
 
 
 def test_deepspeed_s_arguments(tmp_path: Any) -> None:
-    names = ["dtype", "max_context", "tp_size"]
+    names = dict.fromkeys(("dtype", "max_context", "tp_size"))
     arguments = {"mp_size": 1, "replace_with_kernel_inject": True, "max_out_tokens": 77}
-    assert _translated(arguments, names) == {"max_context": 77, "tp_size": 1}
+    assert _options(names, arguments) == {"max_context": 77, "tp_size": 1}
     for word, value, why in (
         ("mpu", object(), "the ranks are those of the job"),
         ("checkpoint", {"type": "BLOOM"}, "the model's folder"),
@@ -755,8 +755,8 @@ def test_deepspeed_s_arguments(tmp_path: Any) -> None:
         ("quant", {"enabled": True}, "int8"),
     ):
         with pytest.raises(ValueError, match=f"{word}=.* is not served: .*{why}"):
-            _translated({word: value}, names)
-    with pytest.raises(TypeError, match="no argument 'dtyp'; did you mean dtype"):
+            _options(names, {word: value})
+    with pytest.raises(TypeError, match="no option 'dtyp'; did you mean dtype"):
         init_inference("x", dtyp="int8")
     with pytest.raises(ValueError, match="dtype is given twice"):
         init_inference("x", {"dtype": "int4"}, dtype="int8")

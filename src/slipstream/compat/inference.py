@@ -8,13 +8,10 @@ The module is changed in place, as by DeepSpeed: its dtype, and with int8 its li
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.compat import kernels, slices
-from slipstream.compat.options import Refused, read_options
-from slipstream.inference.generate import suggestion
+from slipstream.inference.options import Refused, read_config, read_options, suggestion
 from slipstream.inference.precision import parse_dtype
 from slipstream.parallel.inferred import (
     ForwardError,
@@ -105,9 +101,7 @@ class DeepSpeedInferenceConfig:
     save_mp_checkpoint_path: str | None = None
 
     def __init__(self, config: Any = None, **options: Any) -> None:
-        if isinstance(config, str | os.PathLike):
-            config = json.loads(Path(config).read_text())
-        given = vars(config) if isinstance(config, DeepSpeedInferenceConfig) else config or {}
+        given = vars(config) if isinstance(config, DeepSpeedInferenceConfig) else read_config(config or {})
         sources = [{word: _ranks(word, value) for word, value in source.items()} for source in (given, options)]
         names = DeepSpeedInferenceConfig.__annotations__
         read = read_options("init_inference", names, sources, refused=_REFUSED, idle=_NO_EFFECT, aliases=_ALIASES)

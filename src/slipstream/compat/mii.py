@@ -36,10 +36,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slipstream.compat.options import Refused, read_options
 from slipstream.compat.together import Leader
 from slipstream.inference import SamplingParams, init_inference
 from slipstream.inference.generate import InferenceEngine
+from slipstream.inference.options import Refused, read_options
 from slipstream.world.join import init_distributed
 
 __all__ = [

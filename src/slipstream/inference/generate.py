@@ -12,12 +12,10 @@ Sampling settings are `SamplingParams`, or its fields as keywords, also under th
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import operator
 import os
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -36,6 +34,7 @@ from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.embedding import EmbeddingEngine
 from slipstream.inference.engine import Engine, Handle, Logprob, Output, Usage
 from slipstream.inference.native import NativeDecoder
+from slipstream.inference.options import Refused, check_int, read_options
 from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.update import UpdateTarget
 
@@ -53,7 +52,7 @@ _SAMPLING_ALIASES = {
     "eos_token_id": "stop_token_ids",
 }
 # transformers' settings without an equivalent here: the accepted values, which have no effect, and the reason.
-_SAMPLING_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+_SAMPLING_NEUTRAL: Refused = {
     "num_beams": ((None, 1), "there is no beam search; n answers are sampled with n="),
     "use_cache": ((None, True), "keys and values are always kept"),
     "return_full_text": ((None, False), "an answer's text is without its prompt"),
@@ -522,7 +521,11 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
         if settings:
             raise TypeError(f"pass settings as params or as keywords, not both: {', '.join(settings)}")
         return params, n
-    values, words = _named(n, settings)
+    names = [*(field.name for field in fields(SamplingParams)), "n", "do_sample"]
+    sources = [{"n": n if n != 1 else None}, settings]
+    tables: dict[str, Any] = {"refused": _SAMPLING_NEUTRAL, "aliases": _SAMPLING_ALIASES}
+    values = read_options("generation", names, sources, **tables, unknown=TypeError)
+    words = {_SAMPLING_ALIASES.get(word, word): word for word, value in settings.items() if value is not None}
     sample = values.pop("do_sample", any(name in values for name in ("temperature", "top_k", "top_p", "min_p", "seed")))
     if not sample:
         values["temperature"] = 0.0
@@ -532,41 +535,3 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
     except ValueError as error:  # the message begins with the field's name
         first, _, rest = str(error).partition(" ")
         raise ValueError(f"{words.get(first, first)} {rest}") from None
-
-
-def _named(n: int, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The settings that are set, by their names here, and by these how the caller named each."""
-    values: dict[str, Any] = {"n": n} if n != 1 else {}
-    words: dict[str, str] = {}
-    names = {field.name for field in fields(SamplingParams)} | {"n"}
-    for word, value in settings.items():
-        name = _SAMPLING_ALIASES.get(word, word)
-        if word in _SAMPLING_NEUTRAL:
-            accepted, why = _SAMPLING_NEUTRAL[word]
-            if value not in accepted:
-                raise ValueError(f"{word} is {value!r}; {why}")
-        elif name not in names and word != "do_sample":
-            raise TypeError(f"generation has no setting {word!r}; {suggestion(word, [*names, *_SAMPLING_ALIASES, 'do_sample'])}")
-        elif name in values and values[name] != value:
-            raise ValueError(f"{name} is given twice, as {values[name]!r} and as {value!r}; give it once")
-        elif value is not None:
-            values[name], words[name] = value, word
-    return values, words
-
-
-def check_int(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:
-    """Check an integer, numpy's included, and return it as an int. Raises TypeError or ValueError."""
-    bounds = f"of {least} or more" if most == sys.maxsize else f"from {least} to {most}"
-    message = f"{name} is {value!r:.200}; it must be a whole number {bounds}"
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(message)
-    if not least <= int(value) <= most:
-        raise ValueError(message)
-    return int(value)
-
-
-def suggestion(word: str, names: Iterable[str]) -> str:
-    """The end of an error message: the known name closest to `word`, or all of them."""
-    names = sorted(names)
-    match = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {match[0]}?" if match else f"it has {', '.join(names)}"

@@ -9,20 +9,19 @@ error that names them.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from slipstream.inference import num_bytes
 from slipstream.inference.assembly import Assembled, assemble, open_engine
-from slipstream.inference.generate import InferenceEngine, check_int, suggestion
+from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.layer_store import WeightMemory
+from slipstream.inference.options import Refused, check_int, read_config, read_options
 from slipstream.inference.text import Tokenizer
 from slipstream.ops.team import MAX_THREADS
 
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _JOB = 'the ranks are those of the job: tensor_parallel={"tp_size": 2} under slipstream run --nproc 2'
 # DeepSpeed's arguments that are not supported: the values that ask for nothing, and what to do instead.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+_REFUSED: Refused = {
     "mpu": ((None,), _JOB),
     "tp_group": ((None,), _JOB),
     "training_mp_size": ((None, 1), "checkpoints in tensor-parallel parts are not read; export one Hugging Face folder"),
@@ -50,7 +49,6 @@ _BLOCK_NAMES: dict[str, dict[str, str]] = {
     "tensor_parallel": {},
     "tp": {},
 }
-_SIZES = ("enabled", "stage")  # the keys of a dictionary value that hold the requested value
 _KERNELS = "the fastest available forward is chosen"
 _FROM_CONFIG = "the model's structure is read from its configuration"
 _NO_EFFECT = {
@@ -151,23 +149,23 @@ def init_inference(
             honored; those that ask for an unsupported feature raise; the others have no effect.
     """
     given = {name: value for name, value in locals().items() if name not in ("model", "config", "deepspeed")}
-    return open_engine(model, **_options(given, {} if config is None else _read_config(config), deepspeed))
+    return open_engine(model, **_options(given, read_config(config or {}), deepspeed))
 
 
 def _options(given: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
     """The options of all sources, checked, without those that are None."""
-    options, sources = dict(given), list(others)
-    for source in others:
+    sources = [given]
+    for source in map(dict, others):
         for word, names in _BLOCK_NAMES.items():
-            if isinstance(block := source.get(word), Mapping) and block.get("enabled", True):
+            block = source.get(word)
+            if block is None or isinstance(block, Mapping) or (word, type(block)) == ("moe", bool):
+                source.pop(word, None)
+            if isinstance(block, Mapping) and block.get("enabled", True):
                 sources.append({names.get(str(key), str(key)): value for key, value in block.items() if key != "enabled"})
-    for source in sources:
-        for name, value in _translated(source, names=options).items():
-            if options[name] is not None and options[name] != value:
-                raise ValueError(f"{name} is given twice, as {options[name]!r} and as {value!r}; give it once")
-            options[name] = value
-    options = {name: _checked(name, value) for name, value in options.items() if value is not None}
-    _warn_without_effect(*sources)
+        sources += [_offloaded(source.pop("zero", None)), source]
+    tables: dict[str, Any] = {"refused": _REFUSED, "idle": _NO_EFFECT, "aliases": _LOADING_ALIASES}
+    options = read_options("init_inference", given, sources, **tables, unknown=TypeError)
+    options = {name: _checked(name, value) for name, value in options.items()}
     if "weights_bytes" in options or "weights_folder" in options:
         folder = os.fspath(options.pop("weights_folder", tempfile.gettempdir()))
         if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
@@ -197,39 +195,6 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def _read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    if isinstance(config, Mapping):
-        return config
-    try:
-        parsed = json.loads(Path(config).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"config {os.fspath(config)!r}: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"config {os.fspath(config)!r} is a JSON {type(parsed).__name__}; it must be an object")
-    return parsed
-
-
-def _translated(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """DeepSpeed's arguments as ours. Raises ValueError for unsupported features, TypeError for unknown names."""
-    names, options = list(names), dict[str, Any]()
-    for word, value in arguments.items():
-        name = _LOADING_ALIASES.get(word, word)
-        if word in _BLOCK_NAMES and (value is None or isinstance(value, Mapping) or (word, type(value)) == ("moe", bool)):
-            continue  # `_options` has read it
-        if word == "zero":
-            options |= _offloaded(value)
-        elif name in names:
-            options[name] = value
-        elif word in _REFUSED:
-            off, why = _REFUSED[word]
-            requested = next((value[key] for key in _SIZES if key in value), value) if isinstance(value, Mapping) else value
-            if requested not in off:
-                raise ValueError(f"{word}={value!r} is not served: {why}")
-        elif word not in _NO_EFFECT:
-            raise TypeError(f"init_inference() has no argument {word!r}; {suggestion(word, [*names, *_REFUSED, *_NO_EFFECT])}")
-    return options
-
-
 def _offloaded(zero: Any) -> dict[str, Any]:
     """DeepSpeed's block `zero` as our options. Raises ValueError for a stage without offload_param."""
     block: Mapping[str, Any] = zero if isinstance(zero, Mapping) else {"stage": zero or 0}
@@ -245,13 +210,3 @@ def _offloaded(zero: Any) -> dict[str, Any]:
     if idle := sorted({*block, *offload} - {"stage", "offload_param", "device", "nvme_path"}):
         logger.warning("init_inference: zero's %s have no effect here: weights_bytes bounds the memory", ", ".join(idle))
     return {"device": "cpu"} | ({"weights_folder": offload["nvme_path"]} if device == "nvme" else {})
-
-
-def _warn_without_effect(*sources: Mapping[str, Any]) -> None:
-    """Log one warning per reason, as `initialize` does for keys of the config."""
-    ignored: dict[str, list[str]] = {}
-    for word in dict.fromkeys(word for source in sources for word, value in source.items() if value and word in _NO_EFFECT):
-        ignored.setdefault(_NO_EFFECT[word], []).append(word)
-    for reason, words in ignored.items():
-        verb = "has" if len(words) == 1 else "have"
-        logger.warning("init_inference: %s %s no effect here: %s", ", ".join(words), verb, reason)
