@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.pickled import Stored, read
+from slipstream.config.huggingface import read_json
 
 _VERSIONS = (0, 1.0, 2.0)
 _QKV = re.compile(r"query_key_value\.(weight|bias)$")
@@ -60,7 +61,7 @@ class Description(NamedTuple):
         folder = Path(base_dir)
         if isinstance(checkpoint, str | os.PathLike):
             folder = folder if base_dir else Path(checkpoint).parent
-            checkpoint = _parsed(Path(checkpoint))
+            checkpoint = read_json(Path(checkpoint))
         if isinstance(checkpoint, list | tuple):
             checkpoint = {"type": "Megatron" if len(checkpoint) > 1 else "whole", "checkpoints": checkpoint}
         if not isinstance(checkpoint, Mapping) or not checkpoint.get("checkpoints"):
@@ -75,13 +76,6 @@ class Description(NamedTuple):
             raise ValueError(f"checkpoint has version {version!r}; Megatron's are {', '.join(map(str, _VERSIONS))}")
         folder = Path(checkpoint.get("base_dir") or folder)
         return cls([folder / file for file in named], megatron, float(version))
-
-
-def _parsed(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} is no JSON of DeepSpeed's: {error}") from None
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Any, base_dir: str = "", index: int = 0, size: int = 1) -> None:

@@ -6,7 +6,6 @@ that are searched in the names of layers; "*" is every layer. A pattern without 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from slipstream.compression.layers import Compressed, LinearLayer_Compress, can_
 from slipstream.compression.quantize import served
 from slipstream.compression.schedule import Bits, Clock, Snip
 from slipstream.config.compression import CompressionTraining, PruningGroup, QuantizeTraining, WeightQuantization
+from slipstream.config.huggingface import read_object
 
 BLOCK = "compression_training"
 _CLOCK = "_slipstream_compression"  # attribute of a compressed model
@@ -119,7 +119,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def read_block(config: str | Path | Mapping[str, Any]) -> CompressionTraining:
     """The compression block of a config, with `quantize_training` as weight quantization of every layer. Raises ValueError."""
-    raw = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else config
+    raw = read_object(Path(config)) if isinstance(config, (str, Path)) else config
     try:
         block = CompressionTraining.model_validate(raw.get(BLOCK, {}))
         older = QuantizeTraining.model_validate(raw.get("quantize_training", {}))

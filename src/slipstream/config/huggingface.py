@@ -227,7 +227,7 @@ def _read(path: Path, table: Mapping[str, FieldRule]) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object without validating its keys."""
-    value = _read_json(path)
+    value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
     return value
@@ -235,14 +235,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_modules(path: Path) -> dict[str, str]:
     """Read modules.json of sentence-transformers: its classes, each with the folder of its configuration."""
-    value = _read_json(path)
+    value = read_json(path)
     modules = value if isinstance(value, list) else [value]
     if not all(isinstance(one, dict) and isinstance(one.get("type"), str) and isinstance(one.get("path"), str) for one in modules):
         raise ValueError(f"{path} is not a list of modules with a type and a path")
     return {one["type"].rpartition(".")[2]: one["path"] for one in modules}
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Read a JSON file. Raises ValueError that names it."""
     try:
         return json.loads(path.read_text("utf-8"))
     except RecursionError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import os
 import sys
@@ -11,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import Any
+
+from slipstream.config.huggingface import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +60,7 @@ def read_options(
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
     """The options of a dictionary, or of a JSON file. Raises ValueError."""
-    if isinstance(config, Mapping):
-        return config
-    try:
-        parsed = json.loads(Path(config).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"config {os.fspath(config)!r}: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"config {os.fspath(config)!r} is a JSON {type(parsed).__name__}; it must be an object")
-    return parsed
+    return config if isinstance(config, Mapping) else read_object(Path(config))
 
 
 def check_int(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:
