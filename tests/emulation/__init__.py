@@ -4,10 +4,12 @@
 shows what a GPU would: tensors of two devices in one operation are an error, an address of the device crashes native code of the
 host, memory that was not written is NaN, gloo refuses the device's memory. And it shows what a GPU hides: a stream that touches
 memory that another one still uses, or frees it, is a race (`races`). The happens-before relation of streams, events and waits is
-kept for every operation that torch dispatches, for NCCL's (on a stream of its own) and for the host's on pinned memory.
+kept for every operation that torch dispatches, for NCCL's (on a stream of each group) and for the host's on pinned memory.
 
-It does not show speed, rounding of a GPU's products, what CUDA alone refuses, or two devices in one process. Graphs replay torch's
-operations only. Triton's kernels run in numpy if the package is there (`TRITON_INTERPRET=1`), slowly, and unseen by `races`.
+It does not show speed, rounding of a GPU's products, what CUDA alone refuses, two devices in one process, or an event that has
+not come yet. Graphs replay torch's operations only. Triton's kernels run in numpy if the package is there (`TRITON_INTERPRET=1`),
+slowly, and unseen by `races`. So are what native code of the host writes (it is taken to read a tensor when it asks for the
+address), and threads of the host among themselves. A strided view counts as all memory from its first element to its last.
 """
 
 import contextlib
@@ -16,7 +18,6 @@ import inspect
 import os
 import subprocess
 import tempfile
-import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,8 +33,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 SOURCE = Path(__file__).with_name("device.cpp")
 TOTAL_NBYTES = int(os.environ.get("EMULATED_CUDA_NBYTES", 8 << 30))
 _AWAY = 1 << 46  # added to addresses of the device: whoever reads there, as the host does not on a GPU, crashes
-_READS_FIRST = {"all_to_all", "all_gather", "gather"}  # lists of results first, then what is read
-_WRITES_FIRST = {"all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter", "all_to_all_single", "scatter"} | _READS_FIRST
+_WRITES_FIRST = {  # of whose parameters the first is written, the others read
+    *(
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "reduce_scatter",
+        "all_to_all_single",
+        "scatter",
+        "all_to_all",
+        "all_gather",
+    )
+}
 _READ_ONLY = {"send", "isend"}
 _BY_GLOO = {"broadcast", "all_reduce"}  # what gloo does with memory of a GPU; it aborts at others
 _COLLECTIVES = ("all_reduce", "reduce", "broadcast", "recv", "irecv", *_WRITES_FIRST, *_READ_ONLY)
@@ -45,6 +55,8 @@ def build() -> Path:
 
     folder = Path(tempfile.gettempdir(), f"emulated-cuda-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{folder} is another user's; set TMPDIR")
     library = folder / f"device-{torch.__version__}-{SOURCE.stat().st_mtime_ns}.so"
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
@@ -306,7 +318,7 @@ class _Work:
         return getattr(self._work, name)
 
 
-_nccl = threading.local()
+_nccl: dict[Any, Stream] = {}  # of each group
 
 
 def _hosted(value: Any) -> Any:
@@ -321,11 +333,12 @@ def _collective(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.is_cuda]
         if not tensors:
             return function(*args, **kwargs)
-        if name not in _BY_GLOO and "nccl" not in dist.get_backend(signature.bind(*args, **kwargs).arguments.get("group")):
+        named = signature.bind(*args, **kwargs).arguments
+        if name not in _BY_GLOO and "nccl" not in dist.get_backend(named.get("group")):
             raise RuntimeError(f"{name}: gloo sends no memory of a GPU")
-        written = [] if name in _READ_ONLY else _tensors(args[0] if args else kwargs) if name in _WRITES_FIRST else tensors
+        written = [] if name in _READ_ONLY else _tensors(next(iter(named.values()))) if name in _WRITES_FIRST else tensors
         read = [tensor for tensor in tensors if not any(tensor is other for other in written)]
-        stream = _nccl.__dict__.setdefault("stream", Stream())
+        stream = _nccl.setdefault(named.get("group"), Stream())
         stream.wait_stream(_current_stream())
         with _on_stream(stream):
             torch.ops.emulated_cuda.touch(read, written, name)

@@ -502,15 +502,25 @@ std::unique_ptr<at::ObserverContext> host_operation(const at::RecordFunction& ca
   if (inside || !call.operator_schema()) return nullptr;
   const auto& arguments = call.operator_schema()->arguments();
   const auto inputs = call.inputs();
-  if (arguments.size() != inputs.size() || call.operator_schema()->name() == "aten::copy_") return nullptr;
+  if (arguments.size() != inputs.size()) return nullptr;
+  std::vector<std::pair<const Tensor*, bool>> used;  // and whether it is written
+  std::list<std::vector<Tensor>> lists;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!inputs[i].isTensor()) continue;
-    const Tensor& tensor = inputs[i].toTensor();
     const auto* alias = arguments[i].alias_info();
-    if (!tensor.defined() || !tensor.is_cpu() || !tensor.has_storage() || (alias && !alias->isWrite())) continue;
+    if (alias && !alias->isWrite()) continue;  // a view
+    if (inputs[i].isTensor()) {
+      used.push_back({&inputs[i].toTensor(), alias != nullptr});
+    } else if (inputs[i].isTensorList()) {
+      for (const Tensor& tensor : lists.emplace_back(inputs[i].toTensorVector())) used.push_back({&tensor, alias != nullptr});
+    }
+  }
+  for (const auto& [tensor, _] : used)
+    if (tensor->defined() && tensor->is_cuda()) return nullptr;  // an operation of the device
+  for (const auto& [tensor, writes] : used) {
+    if (!tensor->defined() || !tensor->is_cpu() || !tensor->has_storage()) continue;
     Lock lock(mutex);
     launch(HOST);
-    touch(tensor, alias != nullptr, HOST, call.operator_schema()->name());
+    touch(*tensor, writes, HOST, call.operator_schema()->name());
   }
   return nullptr;
 }
@@ -540,8 +550,14 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 
 TORCH_LIBRARY(emulated_cuda, m) {
   m.def("host(Tensor(a) tensor) -> Tensor(a)", [](const Tensor& tensor) { return host(tensor); });
-  m.def("memory() -> int[]", [] { return std::vector<int64_t>{int64_t(allocated), int64_t(peak)}; });
-  m.def("reset_peak() -> ()", [] { peak = allocated; });
+  m.def("memory() -> int[]", [] {
+    Lock lock(mutex);
+    return std::vector<int64_t>{int64_t(allocated), int64_t(peak)};
+  });
+  m.def("reset_peak() -> ()", [] {
+    Lock lock(mutex);
+    peak = allocated;
+  });
   m.def("resize_storage(Tensor tensor, int nbytes) -> ()", [](const Tensor& tensor, int64_t n) { resize_bytes(tensor.storage(), n); });
   m.def("pin(int address, int nbytes) -> ()", [](int64_t address, int64_t nbytes) {
     Lock lock(mutex);

@@ -398,7 +398,7 @@ def test_a_whole_answer_begins_again_at_another_engine(fields: dict[str, Any]) -
         whole = clients.submit(ask_over_http, address, "whole", **fields)
         until(lambda: router.stats().running > 0)
         begun = clients.submit(ask_over_http, address, "begun", stream=True, max_tokens=30, ignore_eos=True)
-        until(lambda: len(router.engines[0]._tickets) == 2)
+        until(lambda: [ticket.accepted for ticket in router.engines[0]._tickets.values()] == [True, True])
         steps.release(6)
         until(lambda: all(ticket.generated > 2 for ticket in router.engines[0]._tickets.values()))
         late = clients.submit(ask_over_http, address, "late", stream=True, **{**fields, "logprobs": None})

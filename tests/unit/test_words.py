@@ -27,7 +27,7 @@ OPS = Path(slipstream.ops.__file__).parent
 # 1,000 uint64 from byte 4096 on.
 CHILD = """
 import ctypes, mmap, sys, types
-for name, place in (("slipstream", ""), ("slipstream.ops", sys.argv[1])):
+for name, place in (("slipstream", sys.argv[1] + "/.."), ("slipstream.ops", sys.argv[1])):
     package = types.ModuleType(name)
     package.__path__ = [place]
     sys.modules[name] = package

@@ -234,7 +234,7 @@ class RemoteEngine:
         had = list(self._tickets.values())
         self._tickets.clear()
         for ticket in () if leaves else had:
-            ticket.moves += MOVES + 1 if len(had) == 1 and not self.address else 1
+            ticket.moves += MOVES + 1 if len(had) == 1 and ticket.accepted and not self.address else 1
         if self._stats is not None:
             self._stats = settled(self._stats)
         for reply in list(self._replies.values()):

@@ -137,6 +137,7 @@ class Router:
             engine.others = [one for one in self.engines if one is not engine]
             engine.trial_ended = lambda: threading.Thread(target=self._house, daemon=True).start()  # its reader reads the replies
         self._lock = threading.Lock()  # of the choice of an engine: what is known and outstanding
+        self._housings = 0  # calls of `_house`
         self._loading = threading.Lock()  # of the adapters, which an engine gets before it is ready
         self._added: dict[str, str] = {}  # adapters that were loaded at run time: name -> folder
         self._removed: set[str] = set()  # adapters that were unloaded
@@ -427,11 +428,14 @@ class Router:
         self._house()
 
     def _house(self) -> None:
-        """Place those that wait for an engine, if one is free."""
-        while self._free():
+        """Place those that wait for an engine, if one is free. Called whenever one may have become so."""
+        with self._lock:
+            self._housings += 1
+        while free := self._free():
             with self._lock:
                 if not self._homeless:
                     return
+                housings = self._housings
                 ticket = min(self._homeless, key=lambda ticket: ticket.more["priority"])
                 self._homeless.remove(ticket)
             if ticket.cancelled:
@@ -440,13 +444,14 @@ class Router:
             try:
                 self._place(ticket)
             except (ValueError, QueueFullError, ClosedError) as error:
-                is_short = isinstance(error, QueueFullError) and len(self._free()) < len(self.engines)  # one may come back
+                is_short = isinstance(error, QueueFullError) and len(free) < len(self.engines)  # one may come back
                 if not (is_short or isinstance(error, ClosedError)):
                     ticket.end(Finish.ERROR, str(error))
                     continue
                 with self._lock:  # all have ended meanwhile, or the others are full
                     self._homeless.insert(0, ticket)
-                return
+                    if housings == self._housings:
+                        return  # else another thread, which did not find this ticket, has left the engine that became free
 
     # ---- engines; the thread of each
 
