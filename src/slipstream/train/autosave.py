@@ -70,8 +70,6 @@ class Autosave:
         self.signal = 0
         self.engine: Callable[[], Saved | None] = lambda: None  # once it has stepped, while it lives
         self._handlers: list[_Handler] = []
-        if plan.folder is not None:
-            _newest[plan.folder] = self
         if plan.folder is not None and threading.current_thread() is threading.main_thread():
             self._handlers = [_Handler.join(self, signal.Signals[name]) for name in plan.on_signal]
 
@@ -108,13 +106,16 @@ class Autosave:
             )
         if self.plan.folder is None:
             return
+        if self.engine() is None:  # its first step: an engine that only computes, as a reference model, saves nothing
+            _newest[self.plan.folder] = self
         self.engine = weakref.ref(engine)
         if not wish and not (self.plan.every_steps and engine.global_steps % self.plan.every_steps == 0):
             if self.memory is not None and engine.global_steps % self.plan.memory_every_steps == 0:
                 self._save_in_memory(engine, self.memory)
             return
         self._last = time.monotonic()
-        if _newest.setdefault(self.plan.folder, self) is not self:
+        newest = _newest.setdefault(self.plan.folder, self)
+        if newest is not self and newest.engine() is not None and wish != STOP:
             raise ValueError(
                 f"two engines of this process save to slipstream.checkpoint.folder {self.plan.folder!r}, and each would overwrite "
                 f"the other's checkpoints and resume from them: give each a folder of its own, or end one with its destroy()"

@@ -365,7 +365,7 @@ def check_steps(scheduler: Any) -> Any:
     if not callable(getattr(scheduler, "step", None)):
         raise ValueError(f"lr_scheduler= is a {name}, which has no step(); pass a scheduler, or a callable that builds one")
     needed = _needed(scheduler)
-    if len(needed) > 1 or (needed and isinstance(scheduler, _torch.LRScheduler)):  # torch's needs a metric
+    if needed not in ([], ["increment"]):  # Megatron's counts samples by that name; others want an epoch or a metric
         raise ValueError(
             f"lr_scheduler= is a {name}, whose step() needs {', '.join(needed)}, which the engine cannot pass: {_STEP_YOURSELF}"
         )
