@@ -384,6 +384,16 @@ def test_engines_of_one_process_keep_their_checkpoints_apart(tmp_path: Path, mon
     train(older)
     train(older)
     assert tags(tmp_path / "disk") == ["global_step1", "global_step4"], "the other has ended"
+    idle = engine_of("disk/../disk", every_steps=1)  # as a reference model, which never steps
+    train(older)
+    train(older)
+    first, second = (engine_of(name, memory_every_steps=1) for name in ("one", "./one"))
+    train(first)
+    train(second)
+    with pytest.raises(ValueError, match="two engines"):
+        train(first)
+    for engine in (idle, older, first, second):
+        engine.destroy()
     sums = [train(engine_of(name, memory_every_steps=1)) for name in ("g", "d")]
     for engine in engines[-2:]:
         engine.destroy()

@@ -494,6 +494,8 @@ def test_ranks_of_a_slice_keep_a_client_state_of_their_own(tmp_path: Path) -> No
         for tag in ("tp1", f"tp{tp}"):
             _, client = engine.load_checkpoint(str(tmp_path), tag)
             assert client == {"of": expected[engine.rank] if tag == f"tp{tp}" else 0}
+        engine.save_checkpoint(str(tmp_path), "rank 0's", client_state={"of": 0} if engine.rank == 0 else None)
+        assert engine.load_checkpoint(str(tmp_path), "rank 0's")[1] == {"of": 0}
         engine.destroy()
 
 

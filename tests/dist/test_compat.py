@@ -390,7 +390,7 @@ def test_a_schedule_of_torch_by_name_follows_the_engine_without_a_warning() -> N
 
 
 @distributed(world_size=2)
-def test_gradients_are_averaged_or_summed_as_the_script_sets() -> None:
+def test_gradients_are_averaged_or_summed_as_the_script_sets(tmp_path: Path) -> None:
     for stage in (1, 3):
         config = toy.settings(stage, optimizer={"type": "SGD", "params": {"lr": 0.0}})
         engine, *_ = initialize(model=toy.seeded(toy.Lm), config=config)
@@ -404,3 +404,8 @@ def test_gradients_are_averaged_or_summed_as_the_script_sets() -> None:
         with pytest.raises(RuntimeError, match="gradient_average set after 1 backward passes"):
             engine.gradient_average = False
         engine.destroy()
+    measured = toy.settings(1, slipstream={"noise_scale_every": 1}, csv_monitor={"enabled": True, "output_path": str(tmp_path)})
+    engine, *_ = initialize(model=toy.seeded(toy.Lm), config=measured)
+    with pytest.raises(ValueError, match="noise_scale_every measure means"):
+        engine.gradient_average = False
+    engine.destroy()

@@ -132,7 +132,7 @@ def test_refusals(tmp_path: Path) -> None:
             init_inference(copy.deepcopy(model), checkpoint=save(tmp_path, given, version))
     for one, words in (
         ({}, "needs"),
-        (str(tmp_path / "none.json"), "is not JSON"),
+        (str(tmp_path / "none.json"), "cannot be read"),
         ({"type": "ds_model", "tp_size": 2, "checkpoints": ["a"]}, "tp_size 1"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -375,6 +375,19 @@ class Samples:
         self.num_steps = state["num_steps"]
 
 
+class Epochs(Samples):
+    """One of epochs, as timm's, which would take the number of samples for an epoch."""
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.usefixtures("group")
+def test_a_schedule_of_epochs_is_refused(deepspeed: Any) -> None:
+    with pytest.raises(ValueError, match=r"Epochs, whose step\(\) needs epoch, which the engine cannot pass"):
+        deepspeed.initialize(model=toy.seeded(toy.Lm), lr_scheduler=Epochs, config=toy.settings(0))
+
+
 @pytest.mark.usefixtures("group")
 def test_a_schedule_may_count_samples(deepspeed: Any, tmp_path: Path) -> None:
     """It gets those of the window, or what the step says; after an overflow nothing. A checkpoint has its state."""

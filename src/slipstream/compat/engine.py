@@ -220,6 +220,8 @@ class DeepSpeedEngine(Engine):
     def gradient_average(self, averages: bool) -> None:
         if self.backwards:
             raise RuntimeError(f"gradient_average set after {self.backwards} backward passes of a window; set it before")
+        if not averages and (self.plan.adaptive or self.plan.noise_every):
+            raise ValueError("gradient_average = False: slipstream.adaptive_batch and noise_scale_every measure means; remove them")
         zero_plan = dataclasses.replace(self.plan.zero, reduce_op="mean" if averages else "sum")
         self.plan = self.window.plan = self.states.plan = dataclasses.replace(self.plan, zero=zero_plan)
 
@@ -558,7 +560,7 @@ class PipelineEngine(pipeline.PipelineEngine, DeepSpeedEngine):
 
     @property
     def micro_batches(self) -> int:
-        """Of each rank in a batch. Programs set it around `eval_batch`; setting it is `set_train_batch_size`."""
+        """Of each rank in a batch. Programs set it around `eval_batch`. Raises as `set_train_batch_size`."""
         return self.plan.batch.accumulation
 
     @micro_batches.setter

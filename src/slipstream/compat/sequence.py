@@ -177,7 +177,7 @@ class _SeqAllToAll:
     def apply(group: Any, input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *_: Any) -> Tensor:
         """Divide dimension `scatter_idx` among the group's ranks and join the parts that they send along `gather_idx`.
 
-        Raises ValueError if the ranks do not divide the dimension, and PeerError if their inputs are not of one shape.
+        Raises ValueError if the ranks do not divide the dimension, and PeerError if their inputs are not of one size.
         """
         exchange = exchange_of(group, input.device)
         if input.shape[scatter_idx] % exchange.size:

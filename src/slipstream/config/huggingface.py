@@ -248,7 +248,9 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text("utf-8"))
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply to read") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 

@@ -35,7 +35,7 @@ from slipstream.world.mesh import Axis, Mesh
 
 logger = logging.getLogger(__name__)
 SAVE, STOP = 1.0, 2.0  # wishes of a rank; the largest of all ranks is done
-_newest: dict[str, Autosave] = {}  # by folder, of this process, as handlers of signals are
+_newest: dict[str, Autosave] = {}  # by absolute folder, of this process: whose engine was the last to begin training
 
 
 class Preempted(SystemExit):
@@ -94,32 +94,22 @@ class Autosave:
 
     def after_step(self, engine: Saved, wish: float) -> None:
         """Save if a rank wished it or the step is due. Collective. Raises Preempted if a rank got a signal."""
-        if (
-            engine.global_steps == 1
-            and self.is_first
-            and not self.loaded
-            and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        ):
-            logger.warning(
-                "this is a restart, and training began at step 0: call engine.load_checkpoint() before the loop, or set "
-                'slipstream.checkpoint to {"folder": ..., "every_steps": ...}'
-            )
+        self._warn_of_restart(engine)
         if self.plan.folder is None:
             return
         if self.engine() is None:  # its first step: an engine that only computes, as a reference model, saves nothing
-            _newest[self.plan.folder] = self
+            _newest[os.path.abspath(self.plan.folder)] = self
         self.engine = weakref.ref(engine)
-        if not wish and not (self.plan.every_steps and engine.global_steps % self.plan.every_steps == 0):
-            if self.memory is not None and engine.global_steps % self.plan.memory_every_steps == 0:
-                self._save_in_memory(engine, self.memory)
+        to_disk = wish or _is_due(engine.global_steps, self.plan.every_steps)
+        in_memory = self.memory if not to_disk and _is_due(engine.global_steps, self.plan.memory_every_steps) else None
+        if not to_disk and in_memory is None:
+            return
+        if wish != STOP:  # work that a signal ends is saved all the same
+            self._check_alone(self.plan.folder)
+        if in_memory is not None:
+            self._save_in_memory(engine, in_memory)
             return
         self._last = time.monotonic()
-        newest = _newest.setdefault(self.plan.folder, self)
-        if newest is not self and newest.engine() is not None and wish != STOP:
-            raise ValueError(
-                f"two engines of this process save to slipstream.checkpoint.folder {self.plan.folder!r}, and each would overwrite "
-                f"the other's checkpoints and resume from them: give each a folder of its own, or end one with its destroy()"
-            )
         engine.save_checkpoint(self.plan.folder)
         if wish == STOP:
             engine.finish_save()
@@ -129,6 +119,22 @@ class Autosave:
             for handler in self._handlers:
                 handler.pass_on(self.signal)
             raise Preempted(brief.AGAIN)
+
+    def _warn_of_restart(self, engine: Saved) -> None:
+        is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if is_restart and engine.global_steps == 1 and self.is_first and not self.loaded:
+            logger.warning(
+                "this is a restart, and training began at step 0: call engine.load_checkpoint() before the loop, or set "
+                'slipstream.checkpoint to {"folder": ..., "every_steps": ...}'
+            )
+
+    def _check_alone(self, folder: str) -> None:
+        """Raises ValueError if a newer engine of this process trains with the folder."""
+        if _newest.get(os.path.abspath(folder), self) is not self:
+            raise ValueError(
+                f"two engines of this process save to slipstream.checkpoint.folder {folder!r}, and each would overwrite "
+                f"the other's checkpoints and resume from them: give each a folder of its own, or end one with its destroy()"
+            )
 
     def _save_others(self) -> None:
         """Save the other engines of this process, the last of each folder. Collective over this one's ranks."""
@@ -188,10 +194,15 @@ class Autosave:
 
     def close(self) -> None:
         """Give the folder and the signals back."""
-        if _newest.get(self.plan.folder or "") is self:
-            del _newest[self.plan.folder or ""]
+        place = os.path.abspath(self.plan.folder or "")
+        if _newest.get(place) is self:
+            del _newest[place]
         while self._handlers:
             self._handlers.pop().leave(self)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 class _Handler:

@@ -101,7 +101,7 @@ def initialize(
     model_parameters  parameters or parameter groups for the config's optimizer; default: all
     training_data     a dataset, for a distributed loader with the config's micro-batch size; or a DataLoader of one, of which
                       that keeps the order (shuffled or not, the seed of its generator), collate_fn, drop_last and the workers
-    lr_scheduler      a scheduler whose `step()` needs no arguments, or one, which is the number of samples (Megatron's); or a
+    lr_scheduler      a scheduler whose `step()` needs no arguments, or `increment`, the number of samples (Megatron's); or a
                       callable that makes one from the optimizer; default: the config's
     collate_fn        of the loader for `training_data`
     mpu               your own model parallelism, by Megatron's contract (parallel/mpu.py): `get_data_parallel_group()` has the

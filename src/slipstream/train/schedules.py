@@ -373,7 +373,7 @@ def check_steps(scheduler: Any) -> Any:
 
 
 def advance(scheduler: Any, samples: int) -> None:
-    """Step a scheduler by an update. One whose `step()` needs an argument, as Megatron's, counts samples: it gets their number."""
+    """Step a scheduler by an update. One that needs an `increment`, as Megatron's, counts samples: it gets their number."""
     scheduler.step(*([samples] if _needed(scheduler) else []))
 
 

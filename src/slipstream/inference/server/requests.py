@@ -232,8 +232,10 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
 
 
 def refused(error: ValidationError) -> RequestError:
-    # An unsupported field is reported first: other errors may follow from it. Of a union, the member that fits furthest.
-    first = min(error.errors(include_url=False), key=lambda e: (e["type"] != "not_served", -len(e["loc"])))
+    # An unsupported field is reported first: other errors may follow from it. Of a field's union, the member that fits furthest.
+    errors = error.errors(include_url=False)
+    of_first = (e for e in errors if e["loc"][:1] == errors[0]["loc"][:1])
+    first = next((e for e in errors if e["type"] == "not_served"), max(of_first, key=lambda e: len(e["loc"])))
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {first['msg']}", code="invalid_json")
     # Within a union, pydantic's path also has the names of types.
