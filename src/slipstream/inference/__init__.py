@@ -41,7 +41,7 @@ __all__ = [
 
 
 def num_bytes(size: str) -> int:
-    """Parse a size like 512M, 1.5G or 4096 (bytes). Raises ValueError."""
+    """Parse a size such as 512M, 1.5G or 4096 into bytes. Raises ValueError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", size, re.IGNORECASE)
     number = int(Fraction(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")) if match else 0
     if number == 0:
@@ -50,7 +50,7 @@ def num_bytes(size: str) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    """Import lazily: `core` and the scheduler work without torch."""
+    """Import a public name on first use: `core` and the scheduler need no torch."""
     import importlib
 
     if name not in _HOMES:

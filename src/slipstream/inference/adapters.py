@@ -1,9 +1,9 @@
 """PEFT's LoRA adapters beside a model: `read` a folder, `pack` it for the native forward (ops/csrc/decoder_products.h).
 
-An adapter adds scale * B (A x) to some of the model's products. The model's weights stay as they are, so requests with different
-adapters, and without, share one batch. A and B are kept in bf16, or in fp32 where the model is.
+An adapter adds scale * B (A x) to some of the model's products. The model's weights stay unchanged, so requests with different
+adapters, and requests without one, share a batch. A and B are stored in bf16, or in fp32 if the model is.
 
-Glossary: a *term* is what an adapter adds to one product; its `role` is that of the matrix (a path in `DecoderWeights`).
+Glossary: a *term* is what an adapter adds to one product. Its `role` is the role of the matrix (a path in `DecoderWeights`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from slipstream.ops.matrices import PANEL, MatrixRecord, record_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
-ROLES = ("q", "k", "v", "out", "gate", "up", "down")  # as enum low_place of csrc/decoder.h
-# Settings of adapter_config.json with which an adapter is more than the sum of products, by name: what is served.
+ROLES = ("q", "k", "v", "out", "gate", "up", "down")  # in the order of enum low_place in csrc/decoder.h
+# Settings of adapter_config.json that change more than the sum of products -> the values that are served.
 _SERVED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (None, False),
@@ -55,9 +55,9 @@ class LowRank(NamedTuple):
 
 
 def read(folder: str | os.PathLike[str], config: TransformerConfig) -> dict[str, LowRank]:
-    """The terms of an adapter that PEFT, or `save_checkpoint` of a trained PEFT model, wrote, by role.
+    """Read the terms, by role, of an adapter that PEFT or `save_checkpoint` of a trained PEFT model wrote.
 
-    Raises ValueError if the folder is no such adapter, if it needs more than sums of products, or if it is not of this model."""
+    Raises ValueError if the folder holds no such adapter, if it is more than sums of products, or if it fits another model."""
     path = Path(folder)
     settings = _settings(path)
     if config.latent is not None:
@@ -81,7 +81,7 @@ def read(folder: str | os.PathLike[str], config: TransformerConfig) -> dict[str,
             raise ValueError(f"{path}: {module} has {shapes}; this model's weight is {[out, features]}, so it is another's adapter")
         scale = _scale(settings, module, len(a))
         for role, pick in roles:
-            terms[role] = LowRank(a, pick(b.T if turned else b), scale)  # a role may be some rows of the stored matrix
+            terms[role] = LowRank(a, pick(b.T if turned else b), scale)  # a role may be a slice of the stored matrix's rows
     if not terms:
         raise ValueError(f"{path}: {WEIGHTS} is empty")
     return terms
@@ -100,7 +100,7 @@ def _settings(path: Path) -> Mapping[str, Any]:
 
 
 def _modules(path: Path) -> dict[str, dict[str, Tensor]]:
-    """By the name of the module in the model: A and B."""
+    """{name of the module in the model: {"A": A, "B": B}}."""
     modules: dict[str, dict[str, Tensor]] = {}
     with opened(path / WEIGHTS) as file:
         for key in file.keys():  # noqa: SIM118 (not a mapping)
@@ -120,7 +120,7 @@ def _checked(path: Path, module: str, parts: Mapping[str, Tensor], kind: str) ->
 
 
 def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """As PEFT's: alpha over the rank, or over its root."""
+    """alpha / rank, or alpha / sqrt(rank) with PEFT's rslora."""
     patterns = settings.get("alpha_pattern") or {}
     alpha = next((patterns[key] for key in patterns if re.match(rf"(.*\.)?({key})$", module)), settings.get("lora_alpha", 8))
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
@@ -136,13 +136,13 @@ class LowRankRecord(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """An adapter as the native forward reads it. Requests hold it, so it is freed after the last one that uses it."""
+    """An adapter in the native forward's format. Requests hold a reference, so it is freed after the last one that uses it."""
 
-    key: str  # of its prefixes in the cache; never used again
+    key: str  # identifies its prefixes in the prefix cache; never reused
     records: ctypes.Array[LowRankRecord]  # [layers * ROLES]
     rank: int  # the largest, padded to PANEL
     nbytes: int
-    tensors: list[Tensor] = field(default_factory=list)  # what the records point to
+    tensors: list[Tensor] = field(default_factory=list)  # keeps alive what `records` points to
 
     @property
     def address(self) -> int:
@@ -150,7 +150,7 @@ class Packed:
 
 
 def pack(name: str, terms: Mapping[str, LowRank], num_layers: int, dtype: torch.dtype) -> Packed:
-    """`dtype`: of A and B, bfloat16 or float32."""
+    """`dtype`: of the packed A and B, bfloat16 or float32."""
     records, tensors = (LowRankRecord * (num_layers * len(ROLES)))(), list[Tensor]()
     for role, term in terms.items():
         _, layer, *_, place = role.split(".")
@@ -167,7 +167,7 @@ def pack(name: str, terms: Mapping[str, LowRank], num_layers: int, dtype: torch.
 
 
 def _panels(matrix: Tensor, multiple: int) -> Tensor:
-    """The panels of a matrix [out, in], of which `out` is padded to a multiple: as `ops.matrices` has them, but for the padding."""
+    """The panels of a matrix [out, in] after padding `out` to a multiple of `multiple`. The layout is that of `ops.matrices`."""
     pair = 2 if matrix.dtype == torch.bfloat16 else 1
     padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % pair, 0, -len(matrix) % multiple))
     return padded.unflatten(0, (-1, PANEL)).unflatten(2, (-1, pair)).transpose(1, 2).contiguous()
@@ -177,6 +177,6 @@ Opener = Callable[[str, "str | os.PathLike[str]"], Packed]
 
 
 def opener(config: TransformerConfig, dtype: torch.dtype) -> Opener:
-    """Reads adapters of a model whose weights are in `dtype`: (name, folder) -> what its requests hold."""
+    """A function (name, folder) -> `Packed` that reads adapters for a model with weights in `dtype`."""
     kept = torch.float32 if dtype == torch.float32 else torch.bfloat16
     return lambda name, folder: pack(name, read(folder, config), len(config.layers), kept)

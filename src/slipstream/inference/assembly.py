@@ -1,6 +1,6 @@
-"""From a model and checked options to the parts of an engine: loads the model, chooses its forward and makes the loop.
+"""Turns a model and checked options into the parts of an engine: loads the model, chooses its forward, and builds the loop.
 
-`initialize` has checked the options, and `source` finds the model.
+`initialize` has checked the options. `source` finds the model.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _SHARED = "it reads the live model's own tensors on the GPU; open it from a fold
 def open_runner(
     model: Any, sizes: Sizes, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
 ) -> Runner:
-    """Load a decoder and choose its forward, without a loop, for a caller that composes the batches itself, and starts
-    `sizes.ranks`. Raises as `init_inference`, and ValueError for what has no weights or no head."""
+    """Load a decoder and choose its forward, for a caller that composes the batches itself (no loop). Starts `sizes.ranks`. Raises
+    what `init_inference` raises, and ValueError for a model without weights or without a head."""
     place, threads = _place(device, sizes.threads, sizes.ranks)
     source = find_source(model)
     if is_config(source):
@@ -89,25 +89,23 @@ def open_engine(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, tp_size: 
 
 
 class _Ready(NamedTuple):
-    """A model that is ready to be served."""
-
     forward: Opened
-    target: UpdateTarget | str  # what `update_weights` changes, or why it cannot
-    kind: str  # of `precision.DTYPES`, "blocks", or "disk"
-    weights: str  # for the description
+    target: UpdateTarget | str  # what `update_weights` overwrites, or the reason that it cannot
+    kind: str  # a value of `precision.DTYPES`, "blocks", or "disk"
+    weights: str  # for the engine's description
     ends: tuple[int, ...]
-    metadata: Mapping[str, Any]  # of a GGUF file
-    embeds: int = 0  # the size of an encoder's vocabulary
+    metadata: Mapping[str, Any]  # of a GGUF file; else empty
+    embeds: int = 0  # vocabulary size of a model that embeds texts; 0: a decoder
     open_adapter: Opener | str = _ADAPTERS.format("transformers' code runs this model")
 
     @property
     def dtype(self) -> str:
-        """`weights` without the reason."""
+        """`weights` without the parenthesized reason."""
         return self.weights.partition(" (")[0]
 
 
 class Assembled(NamedTuple):
-    """The arguments of `InferenceEngine`, which starts the engine: no thread runs yet."""
+    """The arguments of `InferenceEngine`. No thread runs yet: `InferenceEngine` starts the engine."""
 
     engine: Engine | EmbeddingEngine
     description: str
@@ -136,8 +134,8 @@ def assemble(
     model_name: str | None = None,
     **loop: Any,
 ) -> Assembled:
-    """Load the model, choose the forward and make the loop. `replicas`: processes that do so with the same memory. `loop`: the
-    other arguments of `Engine`, and `draft`, a model."""
+    """Load the model, choose the forward and build the loop. `replicas`: how many processes on this host load a model from the same
+    memory. `loop`: the other arguments of `Engine`, and `draft`, a model."""
     name, source, kind = model_name or name_of(model), find_source(model), precision.parse_dtype(dtype)
     if group_size is not None and (kind != "int4" or group_size not in BLOCKS):
         raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it needs dtype="int4", and is 32, 64 or 128')
@@ -187,7 +185,6 @@ def _embedding(
     module: Callable[[], torch.nn.Module] | str,
     ranks: ServingRanks | None,
 ) -> Assembled:
-    """An engine that embeds texts."""
     runner, pooling = cast("Any", served.forward.runner), Pooling.read(source if isinstance(source, Path) else None)
     classifier, closed = CrossEncoder.read(source), _leader_of(ranks)
     vectors = EmbeddingEngine(
@@ -201,12 +198,13 @@ def _embedding(
 
 
 def _leader_of(ranks: ServingRanks | None) -> str:
-    """Why this process does not answer; "" if it does."""
+    """The reason that this process does not answer requests (it follows the first one), or "" if it does."""
     return _FOLLOWS.format(ranks.index) if ranks and ranks.index else ""
 
 
 def _with_layers_on_disk(sizes: Sizes, memory: WeightMemory, source: Any, place: torch.device) -> Sizes:
-    """Raises ValueError for what weights_bytes and weights_folder do not go with, before anything is read."""
+    """Return `sizes` with the memory for layers on disk. Raises ValueError, before anything is read, for options that weights_bytes
+    and weights_folder do not support."""
     saved = isinstance(source, Path) and trained.find(source) is not None
     reasons = (
         (f"the {type(source).__name__} is in memory already; give its folder", not isinstance(source, Path)),
@@ -221,7 +219,7 @@ def _with_layers_on_disk(sizes: Sizes, memory: WeightMemory, source: Any, place:
 
 
 def _outputs(model: torch.nn.Module, name: str, kind: str, place: torch.device, group: int, others: Mapping[str, Any]) -> Assembled:
-    """An engine that computes a module's outputs. `others`: options of models that answer or embed."""
+    """An engine that only computes a module's outputs. `others`: options that apply only to models that generate or embed."""
     if given := [option for option, value in others.items() if value is not None]:
         raise ValueError(f"{name} gives outputs, it neither generates nor embeds: leave out {', '.join(given)}")
     module = outputs.opened(model, kind, place, group)
@@ -233,7 +231,7 @@ def _outputs(model: torch.nn.Module, name: str, kind: str, place: torch.device, 
 
 
 def _add_draft(loop: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None, place: torch.device, sizes: Sizes) -> str:
-    """Open the model that `loop` has as `draft`, if any. Returns words for the description."""
+    """Open the draft model `loop["draft"]`, if any, and replace it by a `DraftModel`. Returns text for the engine's description."""
     if (draft := loop.pop("draft", None)) is None:
         return ""
     opened = _draft(draft, vocab_size, tokenizer, place, sizes)
@@ -242,7 +240,7 @@ def _add_draft(loop: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | Non
 
 
 def _draft(draft: Any, vocab_size: int, tokenizer: Tokenizer | None, place: torch.device, sizes: Sizes) -> Opened:
-    """The forward of a draft model, in the precision of its weights. Raises ValueError unless its tokens are the model's."""
+    """The forward of a draft model, in the precision of its weights. Raises ValueError unless the vocabularies are equal."""
     if place.type != "cpu" or sizes.ranks:
         where = "the model is cut over processes" if sizes.ranks else f"the model runs on {place}"
         raise ValueError(f"draft needs a CPU and one process, and here {where}; leave it out")
@@ -253,7 +251,7 @@ def _draft(draft: Any, vocab_size: int, tokenizer: Tokenizer | None, place: torc
     if served.embeds:
         raise ValueError(f"draft is {name_of(draft)}, which embeds texts and generates none; give a small decoder")
     own, size = tokenizer_of(source, served.metadata), served.forward.runner.vocab_size
-    if own is None or tokenizer is None:  # only sizes are known; with tokenizers, they may differ by padding
+    if own is None or tokenizer is None:  # without tokenizers compare the sizes; with them the sizes may differ by padding
         if size != vocab_size:
             raise ValueError(f"draft has {size:,} tokens, and the model {vocab_size:,}; give one with the same vocabulary")
         return served.forward
@@ -268,12 +266,12 @@ def _draft(draft: Any, vocab_size: int, tokenizer: Tokenizer | None, place: torc
 
 
 def _place(device: torch.device | str | None, threads: int | None, ranks: ServingRanks | None) -> tuple[torch.device, int | None]:
-    """The device, and the threads of its native forward (None: torch's)."""
+    """The device to run on, and the threads of the native forward (None: as many as torch has)."""
     place = _device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     if threads is not None:
         if place.type != "cpu":
             raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
-        torch.set_num_threads(threads)  # they load and quantize for every forward, and compute for torch's
+        torch.set_num_threads(threads)  # for loading and quantizing, and for forwards by torch
     if place.type == "cuda":
         return _gpu(place, ranks), threads
     if ranks is not None:
@@ -284,7 +282,7 @@ def _place(device: torch.device | str | None, threads: int | None, ranks: Servin
 
 
 def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:
-    """Load the model, by our own forward if it has one, else by transformers'. Collective with ranks."""
+    """Load the model, with Slipstream's forward if it supports the model, else with transformers'. Collective with ranks."""
     ranks = sizes.ranks
     options: dict[str, Any] = {"by_layer": sizes.memory is not None}
     options |= {"part": ranks.part, "devices": ranks.num_devices} if ranks else {}
@@ -320,14 +318,14 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
 
 
 def _blocks(loaded: LoadedModel) -> str:
-    """The description's words for matrices that are as quantized as in their file."""
+    """Text for the description: the matrices keep the file's quantization."""
     kept = [m for _, m in leaves(loaded.weights) if not isinstance(m, torch.Tensor)]
     bits = {m.bits if isinstance(m, KQuant) else 4 if isinstance(m, Int4) else 8 for m in kept}
     return f"{' and '.join(f'{one}-bit' for one in sorted(bits))} blocks as stored, else " if bits else ""
 
 
 def _opener(loaded: LoadedModel, forward: Opened, ranks: ServingRanks | None) -> Opener | str:
-    """Opens adapters, or why they are not served."""
+    """A function that opens adapters, or the reason that they are not served."""
     if ranks is None and isinstance(forward.runner, NativeDecoder):
         return opener(loaded.config, loaded.dtype)
     return _ADAPTERS.format("a model over processes" if ranks else forward.forward)
@@ -347,7 +345,7 @@ def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: i
 
 
 def _check_transformers_serves(sizes: Sizes, error: Exception) -> None:
-    """Raise ValueError for options whose work transformers' code does not do. `error`: why it is to compute."""
+    """Raise ValueError for options that a model run by transformers cannot honor. `error`: why Slipstream's forward is not used."""
     if sizes.expert_nbytes or sizes.memory:
         raise ValueError(f"{ON_NATIVE} need the native kernels: {error}") from error
     if sizes.ranks is not None and sizes.ranks.part.ep_size * sizes.ranks.part.moe_tp_size > 1:
@@ -355,7 +353,7 @@ def _check_transformers_serves(sizes: Sizes, error: Exception) -> None:
 
 
 def _cut(live: Any, ranks: ServingRanks) -> None:
-    """Cut a model of transformers in place, by its own plan or one that is found. Collective. Raises ValueError."""
+    """Cut a transformers model in place, by its own tensor-parallel plan or an inferred one. Collective. Raises ValueError."""
     inputs = example_inputs(live)
     trial = try_out(live, ranks.axis, (), inputs, {}) if needs_trial(live) and inputs is not None else None
     if (exchange := cut(live, ranks.axis, trial, ranks.exchange(live.device))) is not None and trial is not None:
@@ -363,7 +361,7 @@ def _cut(live: Any, ranks: ServingRanks) -> None:
 
 
 def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Callable[[], torch.nn.Module] | str:
-    """Creates the model for `InferenceEngine.module`, or why there is none. `kind`: as in `_Ready`."""
+    """A function that creates the module for `InferenceEngine.module`, or the reason that there is none. `kind`: as in `_Ready`."""
     if kind == "disk":
         return _LAYERS_ON_DISK
     if kind in (*precision.QUANTIZED, "blocks"):
@@ -378,7 +376,7 @@ def _device(device: torch.device | str) -> torch.device:
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError):
-        place = torch.device("meta")  # rejected below
+        place = torch.device("meta")  # the caller rejects it
     if place.type == "cpu" and not place.index:
         return torch.device("cpu")
     if place.type != "cuda":
@@ -387,13 +385,13 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _weights_text(kind: str, dtype: torch.dtype) -> str:
-    """The precision of the weights, for the description."""
     return kind if kind in precision.QUANTIZED else precision.short(str(dtype).removeprefix("torch."))
 
 
 def _gpu(place: torch.device, ranks: ServingRanks | None) -> torch.device:
-    """Add the number of the GPU: of processes of one host, each has the next of those that it sees (one, if the launcher gives each
-    its own); else the current one, which is thread-local, and another thread runs the model. Collective with ranks."""
+    """Resolve "cuda" to a numbered GPU. With ranks, each process of a host takes the next GPU that it sees (always the first, if
+    the launcher shows each process only one). Else it is the current one: that is a thread-local setting, and another thread runs
+    the model. Collective with ranks."""
     count = torch.cuda.device_count()
     if (place.index or 0) >= count:
         raise ValueError(f'device is {place}, and torch sees {count} GPUs here; give device="cpu"')
@@ -409,13 +407,13 @@ def _gpu(place: torch.device, ranks: ServingRanks | None) -> torch.device:
 
 
 def _kind_of(place: torch.device) -> str:
-    """The kind of a device, for comparing."""
+    """The GPU's product name, or the type of another device: two devices with the same name compute alike."""
     return torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
 
 
 def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int, ranks: ServingRanks | None = None) -> Any:
-    """A transformers model, for models that `TransformerConfig` cannot describe, or what this one of `ranks` computes of it:
-    then it is collective. Raises UnsupportedModel."""
+    """Load a transformers model for a model that `TransformerConfig` cannot describe. With `ranks`, load only this process's part;
+    the call is then collective. Raises UnsupportedModel."""
     with needs(f"{type(source).__name__ if is_config(source) else source}, by transformers' code,", extra="hf"):
         import transformers  # noqa: F401 (everything below)
     quantized = kind in precision.QUANTIZED
@@ -434,11 +432,10 @@ def _transformers_model(source: Any, kind: str, place: torch.device, group_size:
         if dtype is not None and not quantized:
             generic.cast(own, dtype)
     if ranks is not None:
-        _cut(own.to(place), ranks)  # then its shares are quantized
+        _cut(own.to(place), ranks)  # cut first, then quantize only this process's part
     return (generic.quantize_model(own, kind, group_size=group_size) if quantized else own).to(place)
 
 
 def _end_ids(live: Any) -> tuple[int, ...]:
-    """The end tokens of a transformers model."""
     ends = getattr(live.generation_config, "eos_token_id", None) if live.can_generate() else live.config.eos_token_id
     return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)

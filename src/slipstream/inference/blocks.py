@@ -27,7 +27,7 @@ Key = tuple[int | str, tuple[int, ...]]  # the previous block, or the salt if it
 
 
 class BlockPool:
-    """Allocates and frees blocks. Every operation is O(1) per block that it names."""
+    """Allocates and frees blocks. Every operation takes O(1) per block that it names."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -47,12 +47,11 @@ class BlockPool:
         return len(self._blank) + len(self._idle)
 
     def num_needed(self, num_tokens: int) -> int:
-        """The number of blocks that `num_tokens` positions need."""
         return -(-num_tokens // self.block_size)
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """The published blocks of the longest cached prefix of `tokens`. The last token is never part of it: it must be computed
-        because its logits are needed. Changes nothing; `fork` makes a table of the blocks."""
+        """Return the published blocks of the longest cached prefix of `tokens`. The last token is never part of the prefix: its
+        logits are needed, so it must be computed. Changes nothing; `fork` makes a table of the blocks."""
         size, blocks = self.block_size, list[int]()
         previous: int | str = salt
         for begin in range(0, len(tokens) - size, size):
@@ -64,19 +63,19 @@ class BlockPool:
         return blocks
 
     def fork(self, table: Sequence[int]) -> list[int]:
-        """A second table of the same blocks."""
+        """Return a second table of the same blocks."""
         for block in table:
             self._hold(block)
         return list(table)
 
     def num_lacking(self, table: Sequence[int], start: int, stop: int) -> int:
-        """How many blocks `reserve` would allocate."""
+        """The number of blocks that `reserve` would allocate."""
         first, end = start // self.block_size, self.num_needed(stop)
         return max(0, end - len(table)) + sum(self._refs[block] > 1 for block in table[first:end])
 
     def reserve(self, table: list[int], start: int, stop: int) -> list[tuple[int, int]]:
         """Make positions [start, stop) of the table writable: allocate missing blocks and replace shared ones. Earlier positions
-        stay as they are. Needs num_lacking <= num_free. Returns the copies, (from, to), that must be made before any write."""
+        stay unchanged. Requires num_lacking <= num_free. Returns the copies (from, to) that must be made before any write."""
         copies = []
         for index in range(start // self.block_size, self.num_needed(stop)):
             if index == len(table):
@@ -88,8 +87,8 @@ class BlockPool:
         return copies
 
     def publish(self, table: list[int], tokens: Sequence[int], start: int, stop: int, salt: str = "") -> None:
-        """Publish the blocks that are complete now that positions [start, stop), and all before them, are computed. May replace a
-        block of the table by a published one of equal content, see the note."""
+        """Publish the blocks that are complete once positions [0, stop) are computed, of which [start, stop) are new. May replace a
+        block of the table by a published block of equal content ([Note: Finding a prefix])."""
         if not self.prefix_caching:
             return
         size = self.block_size
@@ -109,7 +108,7 @@ class BlockPool:
             self._drop(table.pop())
 
     def forget(self) -> None:
-        """Clear the prefix cache, whose content depends on the weights. No block may be in use."""
+        """Clear the prefix cache, because the weights on which its content depends have changed. No block may be in use."""
         assert self.num_free == self.num_blocks, f"forget() with {self.num_blocks - self.num_free} blocks in use"
         self._blank += self._idle
         for index in (self._idle, self._published, self._keys):
@@ -139,7 +138,7 @@ class BlockPool:
                 self._blank.append(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the pool's records are consistent with `tables`, all tables in use. O(num_blocks)."""
+        """Raise AssertionError unless the pool's records match `tables`, which must be all tables in use. O(num_blocks)."""
         references: Counter[int] = Counter()
         for table in tables:
             assert len(set(table)) == len(table), f"a table holds a block twice: {list(table)}"

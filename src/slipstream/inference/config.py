@@ -8,47 +8,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-COLUMNS = 16  # products are cut at multiples of this many columns: a panel of csrc/decoder.h
-_GROUPS = (32, 64, 128)  # features with a scale of their own
+COLUMNS = 16  # products are cut at multiples of this many columns: one panel of csrc/decoder.h
+_GROUPS = (32, 64, 128)  # sizes of quantization groups: features that share a scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary positions: pair i of a head (i and i + rotary_dim / 2) is rotated by position * inv_freq[i]."""
+    """Rotary positions: features i and i + rotary_dim / 2 of a head are rotated by position * inv_freq[i]."""
 
-    inv_freq: tuple[float, ...]  # radians per position, fp32 values; rotary_dim / 2 of them
+    inv_freq: tuple[float, ...]  # radians per position, fp32 values, [rotary_dim / 2]
     scale: float = 1.0  # factor on cosine and sine (YaRN's attention factor)
-    long_inv_freq: tuple[float, ...] = ()  # of all positions of a text that has more than `short_context` tokens; (): the same
+    long_inv_freq: tuple[float, ...] = ()  # used for all positions of a text of more than `short_context` tokens; (): inv_freq
     short_context: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
-    """A mixture of experts: scores of all, then the top k; each expert is a gated MLP."""
+    """A mixture of experts: score all experts, run the top k; each expert is a gated MLP."""
 
     num: int
     top_k: int
     intermediate_size: int
     normalize: bool  # scale the weights of the top k to sum to 1
-    shared_size: int = 0  # of an expert that every token uses; 0: none
-    shared_gate: bool = True  # whether a sigmoid weighs it (Qwen-MoE)
-    score: str = "softmax"  # over all, or "sigmoid" of each, with a bias of each on the choice (DeepSeek-V3)
-    scale: float = 1.0  # on the weights
-    num_groups: int = 1  # a token uses experts of its best groups only: by their best score, or by the sum of two sigmoids
+    shared_size: int = 0  # inner features of an expert that every token uses; 0: no such expert
+    shared_gate: bool = True  # whether a sigmoid gate weighs the shared expert (Qwen-MoE)
+    score: str = "softmax"  # softmax over all, or "sigmoid" of each, where a bias per expert changes only the choice (DeepSeek-V3)
+    scale: float = 1.0  # factor on the weights
+    num_groups: int = 1  # a token uses only experts of its best groups, by best score or by the sum of two sigmoids
     top_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): all heads have one key, of which their keys and values are
-    products: `rotary_dim` rotated features, then the RMSNorm of `rank` others. The cache has these (`num_kv_heads` is 1, `head_dim`
-    their sum): a head's query is multiplied by its matrix of keys before attention, what it mixes by that of values after it."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): all heads share one cached vector, from which their keys and
+    values are products: `rotary_dim` rotated features, then `rank` others after an RMSNorm. So `num_kv_heads` is 1 and `head_dim`
+    is the sum of both. Before attention, a head's query is multiplied by the head's key matrix; after attention, the mixed vector
+    is multiplied by its value matrix."""
 
     rank: int
-    q_rank: int  # of what queries are products of; 0: they are products of the hidden state
+    q_rank: int  # features from which queries are computed; 0: queries are computed from the hidden state
     rotary_dim: int
-    plain_dim: int  # of a query, beside the rotated features, which come first
-    value_dim: int  # of a head
+    plain_dim: int  # features of a query beside the rotated ones, which come first
+    value_dim: int  # features of a head's value
     eps: float = 1e-6  # of both norms
 
 
@@ -60,19 +61,19 @@ class Layer:
     """The settings that may differ between layers."""
 
     rope: Rope | None  # None: no rotary embedding
-    window: int = 0  # last positions that a query attends to, its own included, and as many following ones in encoders; 0: all
+    window: int = 0  # last positions that a query attends to, with its own; in encoders also as many following ones; 0: all
     experts: RoutedExperts | None = None  # None: a dense MLP
-    has_input_norm: bool = True  # if the model has one (ModernBERT's first layer has none)
+    has_input_norm: bool = True  # False: this layer lacks the norm that the model has (ModernBERT's first layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart:
-    """What one of several processes computes: a `tp_size`-th of the heads and of each product's columns; a `moe_tp_size`-th of the
-    columns of an `ep_size`-th of the experts; of a shared expert, a part of the columns over all processes. The whole, by default.
-    `tp_size` is 1 or `size`. With `sums`, the last product of attention and MLPs is cut by its inputs instead, those that this
-    process has: its outputs are terms, which the processes add up (`joined`)."""
+    """The part of the model that one of several processes computes; by default the whole model. It has 1 / `tp_size` of the heads
+    and of each product's columns. Of routed experts it has 1 / `ep_size`, with 1 / `moe_tp_size` of their columns. The columns of a
+    shared expert are split over all processes. `tp_size` is 1 or `size`. With `sums`, the last product of attention and MLPs is cut
+    by inputs instead, namely those that this process computes; its outputs are then terms to add up (`joined`)."""
 
-    index: int = 0  # ranks that cut the same experts are neighbors
+    index: int = 0  # neighboring ranks hold parts of the same experts
     ep_size: int = 1
     moe_tp_size: int = 1
     tp_size: int = 1
@@ -84,7 +85,7 @@ class ModelPart:
 
     @property
     def has_head(self) -> bool:
-        """Whether this process computes logits, if the model does."""
+        """Whether this process computes logits, if the model has a head."""
         return self.index == 0 or self.tp_size > 1
 
     def experts(self, num: int) -> range:
@@ -92,7 +93,7 @@ class ModelPart:
         return range(num * place // self.ep_size, num * (place + 1) // self.ep_size)
 
     def columns(self, num: int) -> slice:
-        """The columns, of `num`, of every product but those of experts."""
+        """This process's columns of a product that has `num`, except products of experts."""
         return self._cut(num, self.index if self.tp_size > 1 else 0, self.tp_size)
 
     def expert_columns(self, num: int, *, shared: bool = False) -> slice:
@@ -100,14 +101,14 @@ class ModelPart:
         return self._cut(num, self.index % size, size)
 
     def _cut(self, num: int, place: int, size: int) -> slice:
-        """Where inputs are cut, groups of quantized ones should be whole, and processes have almost equal parts."""
+        """Give each process an almost equal part; if inputs are cut, at the boundaries of quantization groups if possible."""
         steps = [step for step in _GROUPS if num % (size * step) == 0 or num >= 16 * size * step] if self.sums else []
         step = max(steps, default=COLUMNS)
         return slice(*(num if end == size else num * end // size // step * step for end in (place, place + 1)))
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
-        """The heads of queries, and those of keys and values: whole groups, or parts of one group, whose key and value others have
-        too. Raises ValueError if neither is possible."""
+        """This process's query heads, and its key and value heads: whole groups, or a part of one group whose key and value other
+        processes hold too. Raises ValueError if neither is possible."""
         size, index, group = self.tp_size, self.index, num_heads // num_kv_heads
         if size == 1:
             return slice(0, num_heads), slice(0, num_kv_heads)
@@ -123,7 +124,7 @@ class ModelPart:
         return slice(index * per, (index + 1) * per), slice(kv, kv + 1)
 
     def of(self, config: TransformerConfig) -> TransformerConfig:
-        """The configuration with this part. Raises ValueError if a process would have nothing to compute."""
+        """Return the configuration with this part. Raises ValueError if a process would have nothing to compute."""
         part = replace(self, moe_tp_size=self.tp_size) if self.ep_size * self.moe_tp_size == 1 else self
         routed = [layer.experts for layer in config.layers if layer.experts is not None]
         shares = [(experts.num, part.ep_size, experts.intermediate_size, part.moe_tp_size) for experts in routed]
@@ -141,12 +142,12 @@ class ModelPart:
         return replace(config, part=part)
 
 
-NORMS = ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")  # of a layer: of the inputs, and of the outputs
+NORMS = ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")  # a layer's norms: two of inputs, two of outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
-    family: str = "llama"  # whose names the weights have: a row of `models.FAMILIES`
+    family: str = "llama"  # a row of `models.FAMILIES`: determines the names of the weights
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -161,51 +162,53 @@ class TransformerConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: str = ""  # of q and k before the rotary embedding: "head", over each head (Qwen3); "own", each with its own weights
-    # (Cohere); "whole", over all heads of q together, and of k (OLMoE)
+    # norm of q and k before the rotary embedding: "head": over each head (Qwen3); "own": each head with its own weights (Cohere);
+    # "whole": over all heads of q together, and of k (OLMoE)
+    qk_norm: str = ""
     qk_norm_bias: bool = False
-    norm_offset: float = 0.0  # RMSNorm multiplies by offset + weight (Gemma: 1)
+    norm_offset: float = 0.0  # RMSNorm multiplies by norm_offset + weight (Gemma: 1)
     norm: str = "rms"  # or "layer"
     norm_bias: bool = False
-    norms: tuple[str, ...] = NORMS[:2]  # of NORMS; those of the outputs come before the residual (Gemma 2 and 3, OLMo 2)
-    residual: str = "before"  # norms are of the inputs; "after": those of the outputs are of their sum with the residual (BERT);
-    # "parallel": attention and MLP have the same input (GPT-J), or each its own norm of it (GPT-NeoX)
+    norms: tuple[str, ...] = NORMS[:2]  # those in use; norms of outputs come before the residual is added (Gemma 2 and 3, OLMo 2)
+    # "before": norms of inputs; "after": norms of the sum of output and residual (BERT); "parallel": attention and MLP read the
+    # same input (GPT-J), or each its own norm of it (GPT-NeoX)
+    residual: str = "before"
     final_norm: bool = True  # before the head
     gated: bool = True  # the MLP is down(activation(gate) * up), else down(activation(up))
     causal: bool = True  # False: an encoder, whose tokens attend to the whole text
     embed_norm: bool = False
-    embed_size: int = 0  # of embeddings, and of the head's inputs, if products are between them and hidden_size; 0: hidden_size
+    embed_size: int = 0  # size of embeddings and of the head's inputs, if a product maps between it and hidden_size; 0: hidden_size
     embed_bias: bool = False  # of the product after the embedding
-    late_positions: bool = False  # learnt positions are added after that product (OPT), else before it (ELECTRA)
-    num_positions: int = 0  # learnt positions in the files; 0: none
-    position_offset: int = 0  # the learnt position of the first token
-    pad_token: int = -1  # that learnt positions do not count (RoBERTa): each has the one before the first; -1: they count all
+    late_positions: bool = False  # learned positions are added after that product (OPT), else before it (ELECTRA)
+    num_positions: int = 0  # learned positions in the files; 0: none
+    position_offset: int = 0  # the learned position of the first token
+    pad_token: int = -1  # learned positions do not count it: a pad has the one before the first (RoBERTa); -1: all count
     num_token_types: int = 0
-    alibi: tuple[float, ...] = ()  # of each head: its scores fall by this per position between query and key
-    residual_scale: float = 1.0  # on what is added to the residual (Granite)
+    alibi: tuple[float, ...] = ()  # slope of each head: its scores fall by this much per position between query and key
+    residual_scale: float = 1.0  # factor on what is added to the residual (Granite)
     logit_scale: float = 1.0
     has_head: bool = True
     head_bias: bool = False
-    embed_scale: float = 1.0  # on embeddings (Gemma: sqrt(hidden_size), rounded to the weights' dtype)
+    embed_scale: float = 1.0  # factor on embeddings (Gemma: sqrt(hidden_size), rounded to the weights' dtype)
     latent: Latent | None = None
-    attn_scale: float = 0.0  # on q . k; 0: 1 / sqrt(head_dim)
+    attn_scale: float = 0.0  # factor on q . k; 0: 1 / sqrt(head_dim)
     attn_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: off
     logit_softcap: float = 0.0
     end_ids: tuple[int, ...] = ()
-    part: ModelPart = ModelPart()  # that this process computes
+    part: ModelPart = ModelPart()  # the part that this process computes
 
     @property
     def value_dim(self) -> int:
-        """Of a head: the features that `out` multiplies."""
+        """Features per head of attention's output, which `out` multiplies."""
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
     def short_context(self) -> int:
-        """The tokens up to which a text's rotary positions are those of every shorter one."""
+        """Up to this many tokens, rotary positions do not depend on the length of the text."""
         ropes = [layer.rope for layer in self.layers if layer.rope is not None and layer.rope.long_inv_freq]
         return min([self.max_context, *(rope.short_context for rope in ropes)])
 
     @property
     def own_heads(self) -> tuple[slice, slice]:
-        """Those of queries, and of keys and values, of this process."""
+        """This process's query heads, and its key and value heads."""
         return self.part.heads(self.num_heads, self.num_kv_heads)

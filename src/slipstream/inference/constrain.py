@@ -1,6 +1,6 @@
-"""Structured output: the tokens that a JSON schema or a grammar allows next, by llguidance (needed only for such requests).
+"""Structured output: llguidance computes which tokens a JSON schema or a grammar allows next (needed only for such requests).
 
-Either is compiled once; a request's `Constraint` is a cheap copy of the compiled state.
+Each schema or grammar is compiled once. A request's `Constraint` is a cheap copy of the compiled state.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 # Between JSON tokens: nothing, a space, or a line break with indentation. Without a limit, models generate whitespace endlessly.
 WHITESPACE = r"( |\n {0,16})?"
 
-# llguidance limits the work for a schema, except for multipleOf: it creates a state for each remainder, 1 MB for 2,000.
+# llguidance limits the work for a schema, but not for multipleOf: it creates a state per remainder, 1 MB for 2,000 of them.
 MAX_REMAINDERS = 2_000
-MAX_KEPT = 1_000_000  # characters of all cached schemas; compiled, each needs up to 120 bytes
+MAX_KEPT = 1_000_000  # characters of all cached schemas; a compiled schema takes up to 120 bytes per character
 
 
 class Grammars:
@@ -47,7 +47,7 @@ class Grammars:
         self._keep = keep
 
     def constraint(self, schema: str | None, grammar: str | None = None) -> Constraint:
-        """Of a JSON schema, an object as text, or else a grammar. Raises ValueError with llguidance's reason."""
+        """Start a constraint by a JSON schema (an object as text) or else a grammar. Raises ValueError with llguidance's reason."""
         key = f"grammar {grammar}" if schema is None else f"schema {schema}"
         compiled = self._compiled.pop(key, None)
         if compiled is None:
@@ -72,7 +72,7 @@ class Grammars:
     def _checked(self, name: str, matcher: LLMatcher) -> LLMatcher:
         if matcher.is_error():
             raise ValueError(f"{name} cannot be served: {matcher.get_error()}")
-        # The mask here, not in the engine's loop: the first one of a large schema needs 0.1 s; copies inherit it.
+        # Compute the first mask here, not in the engine's loop: for a large schema it takes 0.1 s. Copies inherit it.
         if not Constraint(matcher, self._end_ids, self._words).mask().any():
             raise ValueError(f"{name} allows no output at all, not even an empty one")
         return matcher
@@ -92,7 +92,7 @@ class Constraint:
         return self._matcher.is_stopped()
 
     def mask(self) -> Tensor:
-        """int32 [ceil(vocab / 32)], bit t % 32 of word t // 32: token t may come next. Has the end tokens if the JSON may end."""
+        """int32 [ceil(vocab / 32)]: bit t % 32 of word t // 32: token t may come next. End tokens are set if the JSON may end."""
         words = np.zeros(self._num_words, dtype=np.uint32)
         if not self.done:
             allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]  # may have one more
@@ -112,7 +112,7 @@ class Constraint:
 
 
 def as_lark(grammar: str) -> str:
-    """A grammar in Lark, which it is in already unless it is GBNF. Raises ValueError."""
+    """Convert GBNF to Lark; Lark is returned unchanged. Raises ValueError."""
     if "::=" not in grammar:
         return grammar
     with needs("output of a grammar", extra="serve"):
@@ -132,19 +132,19 @@ def check_schema(schema: Any) -> None:
 
 
 def _remainders(schema: Any) -> int:
-    """The least common multiple of all multipleOf in the schema, in units of their smallest decimal digit."""
+    """Return the least common multiple of all multipleOf in the schema, in units of their smallest decimal digit."""
     steps = [Decimal(repr(value)).normalize() for value in _values(schema, "multipleOf") if type(value) in (int, float)]
     places = max((-exponent for step in steps if isinstance(exponent := step.as_tuple().exponent, int)), default=0)
     total = 1
     for step in steps:
         total = math.lcm(total, int(Fraction(step) * 10 ** max(places, 0)))
         if total > MAX_REMAINDERS:
-            break  # the numbers could grow without bound
+            break  # stop before the numbers grow without bound
     return total
 
 
 def _values(node: Any, key: str) -> Iterator[Any]:
-    """The values of `key` at all levels."""
+    """Yield the values of `key` at all levels."""
     nodes = [node]
     while nodes:
         match nodes.pop():

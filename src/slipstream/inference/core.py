@@ -18,7 +18,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
-MAX_STOP = 1024  # characters of a stop string: each request builds an automaton of its length
+MAX_STOP = 1024  # characters of a stop string: each request builds an automaton of that length
 
 
 def _number(value: Any) -> Any:
@@ -33,8 +33,8 @@ def _text(value: Any) -> str:
     return value
 
 
-# Forms of sampling settings: what makes one of a given value, or raises TypeError or ValueError; what it must be. Integers become
-# Python's own: the arithmetic of seeds is too large for numpy's.
+# Sampling settings -> (function that converts a given value, or raises TypeError or ValueError; what the value must be). Integers
+# become Python's own, because the arithmetic of seeds overflows numpy's.
 _FORMS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     **dict.fromkeys(
         ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed"), (operator.index, "a whole number")
@@ -59,7 +59,7 @@ _BETWEEN: Mapping[str, tuple[float, float]] = {
 
 
 class Finish(Enum):
-    """Why a request ended, named as OpenAI does if it has a name."""
+    """Why a request ended. The values are OpenAI's names where these exist."""
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's context
@@ -94,8 +94,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives to report next to the sampled token's own; None: report none
     seed: int | None = None  # None: random, for each request
-    prompt_logprobs: int | None = None  # as logprobs, for the prompt's tokens; none of it is then taken from the prefix cache
-    json_schema: str | None = None  # the output is JSON that is valid by this schema
+    prompt_logprobs: int | None = None  # like `logprobs`, for the prompt's tokens; the prefix cache is then not read
+    json_schema: str | None = None  # the output is JSON that this schema accepts
     grammar: str | None = None  # the output is a text of this grammar: llguidance's Lark, or GBNF
 
     def __post_init__(self) -> None:
@@ -129,26 +129,26 @@ class SamplingParams:
         return self.json_schema is not None or self.grammar is not None
 
     def edits(self, number: int) -> bool:
-        """Whether penalties, biases or min_tokens change the logits of the generated token `number`."""
+        """Whether penalties, biases or min_tokens change the logits of generated token `number`."""
         penalized = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return penalized or bool(self.logit_bias) or number < self.min_tokens
 
 
-LONGEST = 1e9  # seconds of a target
+LONGEST = 1e9  # seconds; the largest target
 
 
 class Target(NamedTuple):
-    """The latency that a request wants; None: any."""
+    """The latency that a request asks for; None: any."""
 
-    first_within: float | None = None  # seconds from its arrival to its first token
-    wait_within: float | None = None  # seconds between two of its tokens
+    first_within: float | None = None  # seconds from arrival to the first token
+    wait_within: float | None = None  # seconds between two tokens
 
 
 NO_TARGET = Target()
 
 
 def target_of(first_within: float | None, wait_within: float | None) -> Target:
-    """Raises ValueError, which names the value, unless both are positive numbers."""
+    """Raises ValueError, naming the value, unless each given target is a positive number."""
     values: dict[str, Any] = {"first_within": first_within, "wait_within": wait_within}
     for name, value in values.items():
         is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -162,25 +162,25 @@ class Request:
     """One sequence to generate. Only the scheduler changes `phase`, `num_computed` and `blocks`."""
 
     id: str
-    tokens: list[int]  # the prompt, then what was generated
+    tokens: list[int]  # the prompt, then the generated tokens
     params: SamplingParams
-    end_ids: frozenset[int] = frozenset()  # the model's (unless ignore_eos) and stop_token_ids
-    priority: int = 0  # lower goes first
-    salt: str = ""  # prefixes are shared only between requests of one salt
-    tenant: str = ""  # whose share of the engine it uses: an API key
+    end_ids: frozenset[int] = frozenset()  # the model's end tokens (unless ignore_eos), and stop_token_ids
+    priority: int = 0  # the lowest is served first
+    salt: str = ""  # requests share cached prefixes only with requests of the same salt
+    tenant: str = ""  # an API key: the client whose share of the engine the request uses
     target: Target = NO_TARGET
-    missed: bool = False  # the target, by the clock; only the scheduler changes it, and `token_at`
+    missed: bool = False  # whether it has missed its target, by the clock; only the scheduler changes `missed` and `token_at`
     token_at: float = 0.0  # when it got its last token
-    elsewhere: int = 0  # tokens that its tenant has had of other engines, while another one had requests at this one
-    adapter: Any = None  # what the runner adds to the model for it (`adapters.Packed`)
-    arrival: float = 0.0  # seconds, of one clock
+    elsewhere: int = 0  # tokens that the tenant got from other engines while another tenant had requests at this engine
+    adapter: Any = None  # the adapter that the runner applies (`adapters.Packed`)
+    arrival: float = 0.0  # seconds, of one clock for all requests
     seed: int = 0  # params.seed, or a random one
-    siblings: list[Request] = field(default_factory=list)  # the other n - 1 of this prompt; they start when it is computed
+    siblings: list[Request] = field(default_factory=list)  # the other n - 1 requests of this prompt; they start once it is computed
     phase: RequestPhase = RequestPhase.WAITING
     finish: Finish | None = None
     num_prompt: int = field(init=False)
     num_computed: int = 0
-    num_cached: int = 0  # of the prompt, found in the prefix cache when first admitted
+    num_cached: int = 0  # tokens of the prompt that the prefix cache had at first admission
     blocks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -192,14 +192,14 @@ class Request:
 
     @property
     def deadline(self) -> float:
-        """Of its next token, by the target; infinite if it has none."""
+        """When its next token is due by the target; infinite without a target."""
         begun = self.num_generated > 0
         within = self.target.wait_within if begun else self.target.first_within
         return math.inf if within is None else (self.token_at if begun else self.arrival) + within
 
     @property
     def is_plain(self) -> bool:
-        """Whether its next tokens follow from their logits as they are, the settings and the seed, and only they are wanted."""
+        """Whether logits, settings and seed alone determine its next tokens, and only tokens are requested."""
         params = self.params
         return not (params.edits(self.num_generated) or params.constrained) and params.logprobs is None
 
@@ -214,7 +214,7 @@ class Chunk(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether it ends with the last known token, so that the next is sampled."""
+        """Whether the chunk reaches the last known token, so that the next one is sampled."""
         return self.stop == len(self.request.tokens)
 
     @property
@@ -223,27 +223,27 @@ class Chunk(NamedTuple):
 
     @property
     def num_sampled(self) -> int:
-        """Rows of logits to sample from: for the next token and after each draft token."""
+        """Rows of logits to sample from: one for the next token and one after each draft token."""
         return 1 + len(self.draft) if self.samples else 0
 
     @property
     def num_rows(self) -> int:
-        """Rows of logits: of the last positions, the draft's included. All of them if the prompt's log-probabilities are wanted."""
+        """Rows of logits: those of the last position and the draft, or all if the prompt's log-probabilities are requested."""
         request = self.request
         scored = request.params.prompt_logprobs is not None and self.start < request.num_prompt
         return self.num_tokens if scored else self.num_sampled
 
 
 class ForwardSize(NamedTuple):
-    """What a forward computes."""
+    """The work of one forward."""
 
     tokens: int
     rows: int = 0  # of logits
-    positions: int = 0  # that its tokens attend to, all together
+    positions: int = 0  # positions that its tokens attend to, summed over the tokens
 
 
 def attended(start: int, stop: int) -> int:
-    """The positions that the tokens from `start` to `stop` of a request attend to."""
+    """Sum, over a request's tokens [start, stop), of the positions that each attends to."""
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
@@ -252,23 +252,24 @@ class Batch(NamedTuple):
 
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...]  # blocks (from, to) to copy before the forward: copy-on-write
-    steps: int = 1  # at most; the blocks have the positions of all
+    steps: int = 1  # the most steps to run; `Request.blocks` has room for all
 
     @property
     def num_tokens(self) -> int:
-        """Of a step."""
+        """Of one step."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
     def size(self) -> ForwardSize:
-        """Of the first step."""
+        """The work of the first step."""
         spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in self.chunks]
         return ForwardSize(self.num_tokens, sum(chunk.num_rows for chunk in self.chunks), sum(attended(*span) for span in spans))
 
 
 def numbers_of(batch: Batch, turn: Callable[[int], int], block_size: int) -> tuple[array[int], ...]:
-    """A batch's first step, with the blocks of all steps: ids of its tokens, [chunks + 1] where each chunk's begin, [chunks] its
-    first position, `turn` of its text's number of tokens, blocks, [chunks] where each chunk's begin, and the rows with logits."""
+    """The first step of a batch as numbers, with the blocks of all steps: token ids; [chunks + 1] offsets of the chunks in them;
+    [chunks] first positions; [chunks] `turn`(text length); blocks; [chunks] offsets of the chunks in them; rows that need
+    logits."""
     ids, first_row, start, turns, tables, table_at, logit_rows = (array("i") for _ in range(7))
     first_row.append(0)
     for chunk in batch.chunks:
@@ -283,11 +284,11 @@ def numbers_of(batch: Batch, turn: Callable[[int], int], block_size: int) -> tup
     return ids, first_row, start, turns, tables, table_at, logit_rows
 
 
-_AS_USUAL, _EACH_ROW = SamplingParams(), SamplingParams(prompt_logprobs=0)  # how many rows of logits a chunk has
+_AS_USUAL, _EACH_ROW = SamplingParams(), SamplingParams(prompt_logprobs=0)  # give a chunk logits for its last row, or for each row
 
 
 def batch_of(copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> Batch:
-    """The batch of one step that `numbers_of` gave `numbers` of, with turn = int. Tokens before and after a chunk's are 0."""
+    """The inverse of `numbers_of` for one step with turn = int. Tokens before and after a chunk's own are 0."""
     ids, first_row, start, lengths, tables, table_at, logit_rows = numbers
     chunks = []
     for i, (begin, end) in enumerate(pairwise([*table_at, len(tables)])):
@@ -314,10 +315,10 @@ class Runner(Protocol):
     block_size: int
     vocab_size: int
     max_context: int  # positions that the model supports
-    short_context: int  # a request of more tokens is computed otherwise, from its first position on (`config.Rope`)
+    short_context: int  # requests of more tokens use other rotary frequencies, from their first position on (`config.Rope`)
 
     def put(self, role: str, weight: Any) -> None:
-        """Overwrite one weight, while no forward runs. `role`: its path in `DecoderWeights`, or a module's parameter name. `weight`
+        """Overwrite one weight while no forward runs. `role`: its path in `DecoderWeights`, or a module's parameter name. `weight`
         has the type of the old one and stays the caller's."""
         ...
 
@@ -328,11 +329,11 @@ class Runner(Protocol):
 
     @property
     def generate(self) -> Generate | None:
-        """Runs a batch of several steps; None: this runner makes one step at a time, by `forward`."""
+        """Runs a batch of several steps; None: this runner only makes one step at a time, by `forward`."""
         ...
 
 
-# The batch, how to draw (`sampler.Draws`), and an int32 that another thread makes nonzero so that no further step begins -> the
-# tokens of each step that was made, one per request, or -1 if none can be drawn. The last step is `batch.steps`, or the first that
-# draws an end token or -1.
+# (the batch, how to draw (`sampler.Draws`), an int32 that another thread makes nonzero to prevent further steps) -> the tokens of
+# each completed step, one per request, or -1 if none can be drawn. The last step is `batch.steps`, or the first that draws an end
+# token or -1.
 Generate = Callable[[Batch, Any, Any], list[list[int]]]

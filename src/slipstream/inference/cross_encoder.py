@@ -1,6 +1,6 @@
-"""Scores of pairs of texts by a classifier of one label over an encoder, as transformers' `...ForSequenceClassification` has it.
+"""Scores of text pairs by a one-label classifier over an encoder, as in transformers' `...ForSequenceClassification`.
 
-A pair is one text to the encoder: each token attends to those of both, which is more exact than the cosine of two vectors.
+The encoder reads both texts at once, so each token attends to both. That is more exact than the cosine of two vectors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLASS = "ForSequenceClassification"
 
 
 class _Row(NamedTuple):
-    """The layers of a family's classifier. Names may lack the family's base, as the encoder's own do."""
+    """Names of the layers of a family's classifier. Names in a file may lack the family's base, as the encoder's own may."""
 
     dense: str
     activation: str
@@ -58,13 +58,13 @@ class CrossEncoder:
     norm: _Affine | None
     norm_eps: float
     out: _Affine
-    end: Callable[[Tensor], Tensor]  # of the logit
-    averages: bool  # all tokens; else it takes the first
+    end: Callable[[Tensor], Tensor]  # applied to the logit
+    averages: bool  # the classifier reads the mean of all tokens; False: the first token
 
     @classmethod
     def read(cls, source: Any) -> CrossEncoder | None:
-        """From a folder or a live model; None if it has no classifier of one label. Raises ValueError for an activation that is not
-        known."""
+        """Read the classifier of a folder or a live model; None if it has none of one label. Raises ValueError for its
+        activation."""
         config, state = _found(source)
         row = _ROWS.get(str(config.get("model_type")))
         if row is None:
@@ -94,7 +94,7 @@ class CrossEncoder:
     def __call__(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """rows: fp32 [tokens of all pairs, hidden]; lengths: tokens of each -> fp32 [pairs, 1]."""
         x = torch.segment_reduce(rows, "mean", lengths=lengths) if self.averages else rows[lengths.cumsum(0) - lengths]
-        return torch.cat([self._score(row) for row in x.cpu().split(1)])  # alone: a product's bits depend on its rows
+        return torch.cat([self._score(row) for row in x.cpu().split(1)])  # a product's bits depend on the number of rows
 
     def _score(self, x: Tensor) -> Tensor:
         x = self.activation(F.linear(x, *self.dense))
@@ -104,13 +104,13 @@ class CrossEncoder:
 
 
 def _found(source: Any) -> tuple[Mapping[str, Any], Any]:
-    """The configuration and the weights of a model for sequence classification; nothing if it is none."""
+    """The configuration and weights of a model for sequence classification; both empty for any other model."""
     if isinstance(source, torch.nn.Module):
         is_one = any(each.__name__.endswith(_CLASS) for each in type(source).__mro__)
         return (getattr(source, "config").to_dict(), source.state_dict()) if is_one else ({}, {})  # noqa: B009
     if not isinstance(source, Path) or source.is_file():
         return {}, {}
-    if (saved := trained.find(source)) is not None:  # it does not name its class
+    if (saved := trained.find(source)) is not None:  # a checkpoint does not name its class
         state, row = saved.state(), _ROWS.get(str(saved.config.get("model_type")))
         is_one = row is not None and all(f"{name}.weight" in state for name in (row.dense, row.out))
         return (saved.config, state) if is_one else ({}, {})
@@ -120,7 +120,7 @@ def _found(source: Any) -> tuple[Mapping[str, Any], Any]:
 
 
 def _end_of(config: Mapping[str, Any]) -> str:
-    """The class that sentence-transformers applies to the logit: it names it in the configuration, or takes the sigmoid."""
+    """The activation that sentence-transformers applies to the logit: the class named in the configuration, or a sigmoid."""
     newer = (config.get("sentence_transformers") or {}).get("activation_fn")
     return str(newer or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
 

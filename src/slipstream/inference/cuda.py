@@ -37,13 +37,13 @@ from slipstream.ops.triton.linear import FEW, GROUPS, linear, num_slices
 from slipstream.ops.triton.rows import HeadNorms, Norm, add_norm, gate, place
 from slipstream.parallel.exchange import Exchange
 
-_LANES = 64  # per tile of attention, if a request has several rows; else _FEW_LANES
-_FEW_LANES = 16  # not for fp32: it does not use tensor cores, so the order of its sums depends on the layout, and that on the lanes
+_LANES = 64  # rows per tile of attention if some request has several rows; else _FEW_LANES
+_FEW_LANES = 16  # not for fp32: without tensor cores, the layout, and so the number of lanes, decides the order of sums
 _ALIGN = 4  # numbers; Triton specializes kernels on 16-byte alignment, so other offsets would compile them again
 
 
 def why_not(config: TransformerConfig, weights: DecoderWeights, device: torch.device) -> str | None:
-    """Why these kernels cannot run this model; None if they can."""
+    """Return the reason that these kernels cannot run this model, or None if they can."""
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the kernels need 8.0"
     if config.qk_norm == "whole" and config.part.tp_size > 1:
@@ -55,7 +55,7 @@ def why_not(config: TransformerConfig, weights: DecoderWeights, device: torch.de
 
 
 class _Product:
-    """x -> x @ matrix.T for matrices with a common input; their columns are concatenated."""
+    """x -> x @ matrix.T for several matrices with a common input; their outputs are concatenated."""
 
     def __init__(self, matrices: Sequence[Matrix], biases: Sequence[Tensor | None] = (None,)):
         self.parts: list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]] = []  # weight, scale, low, bias
@@ -67,7 +67,7 @@ class _Product:
         self.slices = num_slices(self.columns, shape_of(matrices[0])[1])
 
     def __call__(self, x: Tensor, *, summed: bool = False) -> Tensor:
-        """fp32 planes [planes, T, columns], which the consumer adds up; a single one if `summed`."""
+        """Return fp32 planes [planes, T, columns], which the consumer adds up; one plane if `summed`."""
         out = torch.empty(1 if summed or len(x) > FEW else self.slices, len(x), self.columns, device=x.device)
         begin = 0
         for weight, scale, low, bias in self.parts:
@@ -86,11 +86,11 @@ def _tensors(matrix: Matrix) -> tuple[Tensor, ...]:
 
 
 def _join(owner: DecoderWeights | LayerWeights | Mlp, *names: str) -> _Product:
-    """The product of the owner's matrices. Those of one type become views of one concatenated matrix, so memory is not doubled."""
+    """The product of the owner's matrices. Those of one type become views of one concatenated matrix, which saves memory."""
     matrices, biases = [getattr(owner, name) for name in names], [getattr(owner, f"{name}_bias", None) for name in names]
     kinds = {(type(m), *(t.dtype for t in _tensors(m)), *(t.shape[1:] for t in _tensors(m))) for m in matrices}
     if len(names) == 1 or len(kinds) > 1:
-        matrices = [_like(matrix, _tensors(matrix)) for matrix in matrices]  # contiguous ones; a transposed view is none
+        matrices = [_like(matrix, _tensors(matrix)) for matrix in matrices]  # contiguous, unlike a transposed view
         for name, matrix in zip(names, matrices, strict=True):
             setattr(owner, name, matrix)
         return _Product(matrices, biases)
@@ -110,8 +110,6 @@ def _like(matrix: Matrix, parts: Sequence[Tensor]) -> Matrix:
 
 
 class _DenseMlp:
-    """Gated or plain."""
-
     def __init__(self, gate_up: _Product, down: _Product, activation: str, *, gated: bool):
         self.gate_up, self.down, self.activation, self.gated = gate_up, down, activation, gated
 
@@ -125,7 +123,7 @@ class _Routed(NamedTuple):
     kind: RoutedExperts
     router: _Product
     router_bias: Tensor | None
-    mine: range  # the experts of this process
+    mine: range  # the experts that this process computes
     experts: list[_DenseMlp]
     shared: _DenseMlp | None
     shared_gate: _Product | None
@@ -141,7 +139,7 @@ class _Routed(NamedTuple):
 
 
 class _Latents(NamedTuple):
-    """Latent attention (see `config.Latent`), whose heads of queries have the size of the one key."""
+    """Latent attention (see `config.Latent`). Each head's query has the size of the shared key."""
 
     shape: Latent
     latent: _Product
@@ -149,11 +147,11 @@ class _Latents(NamedTuple):
     q_latent: _Product | None
     q_latent_norm: Norm | None
     q: _Product
-    k: _Product  # of each head
+    k: _Product  # the key matrix of each head
     v: _Product
 
     def __call__(self, h: Tensor) -> Tensor:
-        """One plane [1, T, (H + 2) * D] of queries, the key, and the key as the value."""
+        """Return one plane [1, T, (H + 2) * D]: queries, the key, and the key again as the value."""
         turned, heads = self.shape.rotary_dim, self.k.columns // self.shape.rank
         key = self.latent(h, summed=True)[0]
         if self.q_latent is not None:
@@ -184,10 +182,10 @@ class _Layer(NamedTuple):
 
 
 class _Parts:
-    """The parts of the forward, made from the weights of a model, and where the kernels and graphs read these."""
+    """The parts of the forward, made from a model's weights, and the memory from which kernels and graphs read them."""
 
     def __init__(self, config: TransformerConfig, weights: DecoderWeights):
-        self.config, self.own = config, dict[str, Tensor]()  # by role: what is in another form than in `weights`
+        self.config, self.own = config, dict[str, Tensor]()  # weights, by role, that are stored in another form than in `weights`
         assert isinstance(weights.embed, Tensor), "quantized embeddings are kept on CPUs only"
         self.embed, self.positions, self.token_types = weights.embed, weights.positions, weights.token_types
         pairs = zip(config.layers, weights.layers, strict=True)
@@ -196,7 +194,7 @@ class _Parts:
         self.embed_in = None if weights.embed_in is None else self._product("", weights, "embed_in")
         self.embed_out = None if weights.embed_out is None else self._product("", weights, "embed_out")
         self.head = self._head(weights) if config.has_head and config.part.has_head else None
-        # Views of joined matrices included, see `_join`.
+        # Including views of joined matrices, see `_join`.
         self.memory = {role: _tensors(leaf) for role, leaf in leaves(weights)}
         self.memory |= {role: (tensor,) for role, tensor in self.own.items()}
         for role, leaf in leaves(weights):
@@ -204,7 +202,7 @@ class _Parts:
                 self.put(role, leaf)
 
     def put(self, role: str, weight: Matrix) -> None:
-        """As `core.Runner.put`. Writes in place, because graphs have the addresses."""
+        """As `core.Runner.put`. Writes in place, because graphs hold the addresses."""
         if role not in self.memory:
             assert role == "head", f"{role} is none of this decoder's"
             return  # tied: `put` writes the embedding
@@ -243,14 +241,14 @@ class _Parts:
         return None if weight is None else Norm(weight, bias, self.config.norm_eps, self.config.norm == "layer")
 
     def _vector(self, at: str, owner: DecoderWeights | LayerWeights, name: str) -> Tensor | None:
-        """Memory for it, which `put` fills."""
+        """Allocate memory for the vector, which `put` fills."""
         if (stored := getattr(owner, name, None)) is None:
             return None
         self.own[at + name] = torch.empty(stored.shape, device=stored.device)
         return self.own[at + name]
 
     def _head_norms(self, at: str, w: LayerWeights) -> HeadNorms:
-        """Rows of a table for the heads, whether these have one weight, their own, or parts of one."""
+        """A row per head, whether all heads share one weight, have their own, or have parts of one."""
         c, num = self.config, [shape_of(matrix)[0] // self.config.head_dim for matrix in (w.q, w.k)]
         weight, bias = (torch.empty(sum(num), c.head_dim, device=self.embed.device) for _ in range(2))
         for name, of_weight, of_bias in zip(("q_norm", "k_norm"), weight.split(num), bias.split(num), strict=True):
@@ -298,11 +296,11 @@ class _Step(NamedTuple):
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
     angles: Tensor  # [T], rows of the tables of rotary embeddings
-    stops: Tensor  # [T], the first position that a row does not see
+    stops: Tensor  # [T], the position after the last one that a row attends to
     slots: Tensor  # [T], cache slot of each row's key and value; -1: the row belongs to no request
     rows: Tensor  # [R]
     tiles: Tiles
-    types: Tensor | None = None  # [T], of tokens; None: all are 0
+    types: Tensor | None = None  # [T], token types; None: all are 0
 
 
 _UNUSED = (0, 0, 0, 1, -1, 0, 0, 0, 0)  # pads the lists of a step with rows that belong to no request
@@ -310,9 +308,9 @@ _UNUSED = (0, 0, 0, 1, -1, 0, 0, 0, 0)  # pads the lists of a step with rows tha
 
 class CudaDecoder:
     """Weights and cache are on one device. `max_batch`: rows of the largest graph, one per request (0: no graphs). `exchange`: as
-    of `JoinedParts`; if there are graphs, its operations can be captured."""
+    in `JoinedParts`; with graphs, its operations must be capturable."""
 
-    generate = None  # several steps at once
+    generate = None  # it does not run several steps per call
 
     def __init__(
         self,
@@ -328,7 +326,7 @@ class CudaDecoder:
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
         self.short_context = config.short_context
-        self._num_positions = min(self.max_context, self.num_blocks * self.block_size)  # that both context and cache have
+        self._num_positions = min(self.max_context, self.num_blocks * self.block_size)  # that both context and cache can hold
         self._joined, (heads, keys) = JoinedParts(config, exchange), config.own_heads
         self._num_heads = heads.stop - heads.start
         self._lanes_of_row = padded_group(self._num_heads, keys.stop - keys.start)
@@ -338,7 +336,7 @@ class CudaDecoder:
         has_long, ropes = self.short_context < self.max_context, {layer.rope for layer in config.layers if layer.rope}
         self._rope_tables = {rope: rope_table(rope, self._num_positions, has_long, cache.device) for rope in ropes}
         self._parts = _Parts(config, weights)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by number of rows: the graph, and its logits
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # number of rows -> (graph, its logits)
         self.capture(max_batch)
 
     @torch.inference_mode()
@@ -374,7 +372,7 @@ class CudaDecoder:
             return self._hidden(self._moved(lists, lanes)._replace(types=kinds), torch.float32)
 
     def _numbers(self, batch: Batch, rows_per_tile: int) -> list[list[int]]:
-        """The numbers of a `_Step`'s tensors, those of its tiles last."""
+        """The numbers for a `_Step`'s tensors, the tile lists last."""
         config, block_size = self.config, self.block_size
         lists = [list[int]() for _ in range(len(_UNUSED) + 1)]
         tokens, positions, angles, stops, slots, rows, tile_row, tile_length, tile_table, tables = lists
@@ -405,12 +403,12 @@ class CudaDecoder:
         return max(_FEW_LANES if alone and self.dtype != torch.float32 else _LANES, self._lanes_of_row)
 
     def _here(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the cache's device current: Triton launches there."""
+        """Make the cache's device current, because Triton launches on the current device."""
         return torch.cuda.device(self.cache.device) if self.cache.device.type == "cuda" else contextlib.nullcontext()
 
     def _pack(self, lists: list[list[int]], size: int = 0) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Concatenate the lists into one host tensor, all but the last (the tables) padded to `size` rows. Also returns the bounds
-        of each list."""
+        """Concatenate the lists into one host tensor. All but the last (the block tables) are padded to `size` rows. Also returns
+        each list's bounds."""
         *fixed, tables = lists
         filled = [numbers + [unused] * (size - len(numbers)) for numbers, unused in zip(fixed, _UNUSED, strict=True)]
         aligned = [numbers + [0] * (-len(numbers) % _ALIGN) for numbers in (*filled, tables)]
@@ -426,23 +424,23 @@ class CudaDecoder:
         return _Step(tokens, positions, angles, stops, slots, rows, tiles)
 
     def capture(self, max_batch: int) -> None:
-        """Capture graphs for batches of up to `max_batch` rows, if the model can have them."""
+        """Capture graphs for batches of up to `max_batch` rows, if the model supports graphs."""
         if max_batch and self.cache.device.type == "cuda" and not any(layer.experts for layer in self.config.layers):
             self._capture(max_batch)
         if self.cache.device.type == "cuda":
             torch.cuda.synchronize(self.cache.device)  # the engine's thread uses another stream
 
     def close(self) -> None:
-        """Free the graphs, with what they have captured of `exchange`. No forward may run."""
+        """Free the graphs, with everything that they captured of `exchange`. No forward may run."""
         if self._graphs:
             torch.cuda.synchronize(self.cache.device)
         for graph, _ in self._graphs.values():
-            graph.reset()  # a frame of a traceback may have it
+            graph.reset()  # a traceback's frame may still reference it
         self._graphs = {}
 
     @torch.inference_mode()
     def _capture(self, max_batch: int) -> None:
-        """Capture graphs for 1, 2, 4, ... and `max_batch` rows, the largest first: the others reuse its memory."""
+        """Capture graphs for 1, 2, 4, ... and `max_batch` rows. The largest comes first: the others reuse its memory."""
         sizes = sorted({*(1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch), max_batch})
         lanes = self._lanes(alone=True)
         capacity = len(_UNUSED) * (max_batch + _ALIGN) + max_batch * -(-self._num_positions // self.block_size)
@@ -457,7 +455,7 @@ class CudaDecoder:
                 self._compute(step)  # compiles the kernels
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                # "thread_local": other threads may use CUDA during the capture, another engine's for example.
+                # "thread_local": other threads may use CUDA during the capture, for example another engine's.
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     logits = self._compute(step)
                 self._graphs[size] = graph, logits
@@ -474,7 +472,7 @@ class CudaDecoder:
 
     def _hidden(self, step: _Step, dtype: torch.dtype) -> Tensor:
         """[T, E], after the final norm."""
-        c, x = self.config, self._embedded(step)  # the residual stream, which `add_norm` updates
+        c, x = self.config, self._embedded(step)  # x: the residual stream, which `add_norm` updates
         add = partial(add_norm, scale=c.residual_scale, after=c.residual == "after")
         added: Tensor | None = None  # planes still to be added to x
         post: Norm | None = None

@@ -30,7 +30,7 @@ from slipstream.parallel.exchange import Exchange
 class RowSpan(NamedTuple):
     """One chunk's part of the batch."""
 
-    begin: int  # of its tokens in T
+    begin: int  # index in T of its first token
     end: int
     start: int  # position of its first token
     slots: Tensor  # cache slots of the request's positions 0 .. start + tokens, on the device
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
-    lengths: Tensor  # [T], known tokens of its request
+    lengths: Tensor  # [T], number of known tokens of the token's request
     slots: Tensor  # [T], cache slot of each token's key and value
     rows: Tensor  # [rows], indices into T of the tokens whose logits are needed
     spans: list[RowSpan]
@@ -75,7 +75,7 @@ def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
 
 
 def text_batch(texts: Sequence[Sequence[int]], block_size: int) -> Batch:
-    """All tokens of texts, in the first blocks of the cache."""
+    """A batch of whole texts, in the first blocks of the cache."""
     chunks, blocks = [], 0
     for tokens in texts:
         num = -(-len(tokens) // block_size)
@@ -86,12 +86,12 @@ def text_batch(texts: Sequence[Sequence[int]], block_size: int) -> Batch:
 
 
 def learnt(config: TransformerConfig, tokens: Tensor, positions: Tensor) -> Tensor:
-    """The learnt positions of tokens; of whole texts, if the model does not count all."""
+    """The learned positions of tokens. If the model skips pad tokens, the batch must consist of whole texts."""
     if config.pad_token < 0:
         return positions + config.position_offset
     pads = (tokens == config.pad_token).long()
-    before = pads.cumsum(0) - pads  # in the batch
-    first = torch.arange(len(tokens), device=tokens.device) - positions  # of each token's text
+    before = pads.cumsum(0) - pads  # pad tokens before each, in the batch
+    first = torch.arange(len(tokens), device=tokens.device) - positions  # index of the first token of each token's text
     return torch.where(pads > 0, -1, positions - before + before[first]) + config.position_offset
 
 
@@ -101,9 +101,9 @@ def head_shapes(config: TransformerConfig) -> list[HeadShape]:
 
 
 class Decoder:
-    """A `core.Runner`. Weights, cache and inputs are on one device, the cache's. `exchange`: as of `JoinedParts`."""
+    """A `core.Runner`. Weights and inputs are on the cache's device. `exchange`: as in `JoinedParts`."""
 
-    generate = None  # several steps at once
+    generate = None  # it does not run several steps per call
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """The last layer's outputs after the final norm, fp32 [tokens of all texts, hidden]. They overwrite the cache."""
+        """Return the last layer's outputs after the final norm, fp32 [tokens of all texts, hidden]. Overwrites the cache."""
         inputs = batch_inputs(text_batch(texts, self.block_size), self.cache)
         kinds = None if types is None else torch.tensor([kind for row in types for kind in row], device=self.cache.device)
         return self._normed("final_norm", self.weights, self._hidden(inputs, kinds)).float()
@@ -166,14 +166,14 @@ class Decoder:
         return x_TE
 
     def put(self, role: str, weight: Matrix) -> None:
-        """As `core.Runner.put`. The old tensor is not overwritten: a live model may share it."""
+        """As `core.Runner.put`. Replaces the tensor instead of writing into it, because a live model may share it."""
         if role == "head" and self.weights.head is None:
             return  # tied: `put` replaces the embedding
         put(self.weights, role, weight.clone() if isinstance(weight, Tensor) else weight)
 
     def _normed(self, role: str, w: DecoderWeights | LayerWeights, x: Tensor) -> Tensor:
-        """The norm of a role, if there is one."""
-        own = getattr(w, f"{role}s", None)  # of each head
+        """Apply the norm of a role, if the model has it."""
+        own = getattr(w, f"{role}s", None)  # weights per head
         weight, bias = torch.stack(own) if own else getattr(w, role), getattr(w, f"{role}_bias")
         if weight is None:
             return x
@@ -183,13 +183,13 @@ class Decoder:
         return (out if bias is None else out + bias.float()).to(x.dtype)
 
     def _added(self, role: str, w: LayerWeights, x: Tensor, out: Tensor) -> Tensor:
-        """x with the output of its attention or MLP, of which `role` is the norm."""
+        """Add the output of attention or of the MLP to x; `role` names that output's norm."""
         if self.config.residual == "after":
             return self._normed(role, w, x + out)
         return x + self._normed(role, w, out) * self.config.residual_scale
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float | None = None, mean: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """RMSNorm over the last dimension; `eps`: default: the model's. `mean`: over more than that dimension."""
+        """RMSNorm over the last dimension. `eps` defaults to the model's. `mean`: for a mean over more than the last dimension."""
         wide = x.float()
         squares = wide.square().mean(-1, keepdim=True) if mean is None else mean(wide.square())
         wide = wide * torch.rsqrt(squares + (self.config.norm_eps if eps is None else eps))
@@ -229,7 +229,7 @@ class Decoder:
         self.cache.write(index, inputs.slots, k_TKD, v_TKD)
         mixed = torch.empty_like(q_THD)
         for span in inputs.spans:
-            # The window of the first query bounds the keys of all.
+            # The first query's window bounds the keys of all queries.
             first = max(0, span.start + 1 - layer.window) if layer.window else 0
             k_SKD, v_SKD = self.cache.read(index, span.slots[first:])
             num = span.end - span.begin
@@ -247,7 +247,7 @@ class Decoder:
         return self._joined.added(linear(mixed.flatten(1), w.out, w.out_bias))
 
     def _latents(self, latent: Latent, w: LayerWeights, h_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries of the size of keys, [T, H, D], and the keys, [T, 1, D]."""
+        """Return queries as long as keys, [T, H, D], and the keys, [T, 1, D]."""
         matrix, norm = w.latents
         turned, rest = linear(h_TE, matrix, w.latent_bias).split((latent.rotary_dim, latent.rank), 1)
         key = torch.cat([turned, self._norm(rest, norm, latent.eps)], 1)
@@ -279,7 +279,7 @@ class Decoder:
 
 
 def choose(experts: RoutedExperts, scores_TN: Tensor, bias_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The top k experts of each token by their scores: their weights, and their indices [T, k]."""
+    """The top k experts of each token: their weights [T, k] and their indices [T, k]."""
     values = scores_TN.sigmoid() if experts.score == "sigmoid" else scores_TN.softmax(-1)
     choice = values if bias_N is None else values + bias_N
     if experts.num_groups > 1:
@@ -295,7 +295,7 @@ def choose(experts: RoutedExperts, scores_TN: Tensor, bias_N: Tensor | None) -> 
 def add_experts(
     out_TE: Tensor, h_TE: Tensor, shares: Tensor, chosen: Tensor, mine: range, compute: Callable[[int, Tensor], Tensor]
 ) -> None:
-    """Add the outputs of this process's experts, which `compute` gives by their number among these, times what `choose` gives."""
+    """Add the outputs of this process's experts, weighted as `choose` says. `compute`: (index in `mine`, inputs) -> outputs."""
     for e in chosen.unique().tolist():
         if e in mine:
             token, place = (chosen == e).nonzero(as_tuple=True)
@@ -303,14 +303,14 @@ def add_experts(
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """On CPUs, quantized matrices are multiplied by activations rounded to 8 bits, as in the native forward."""
+    """x @ weight.T + bias. On CPUs, quantized weights meet activations rounded to 8 bits, as in the native forward."""
     if not isinstance(weight, Tensor) and x.is_cpu:
         x = round_activations(x)
     return F.linear(x, dequantize(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def by_head(x_THD: Tensor, weight: Matrix) -> Tensor:
-    """The products of each head with its rows of a matrix."""
+    """Multiply each head by its rows of a matrix."""
     rows = dequantize(weight).to(x_THD.dtype).unflatten(0, (x_THD.shape[1], -1))
     if not isinstance(weight, Tensor) and x_THD.is_cpu:
         x_THD = round_activations(x_THD)
@@ -342,13 +342,13 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def distances(start: int, num_queries: int, first_key: int, device: torch.device) -> Tensor:
-    """Positions first_key .. start + num_queries less each query's from `start` on: [T, S]."""
+    """[T, S]: each key position first_key .. start + num_queries - 1 minus each query position from `start` on."""
     query = torch.arange(start, start + num_queries, device=device)[:, None]
     return torch.arange(first_key, start + num_queries, device=device) - query
 
 
 def visible(start: int, num_queries: int, first_key: int, window: int, device: torch.device, *, causal: bool = True) -> Tensor:
-    """Which of these positions each query attends to: bool [T, S]."""
+    """bool [T, S]: which of these positions each query attends to."""
     ahead = distances(start, num_queries, first_key, device)
     mask = ahead <= 0 if causal else ahead < window if window else torch.ones_like(ahead, dtype=torch.bool)
     return mask & (ahead > -window) if window else mask

@@ -1,13 +1,12 @@
-"""Speculative decoding by a smaller model (Leviathan et al. 2023, arXiv 2211.17192): it proposes the next tokens, one by one.
+"""Speculative decoding by a smaller model (Leviathan et al. 2023, arXiv 2211.17192), which proposes the next tokens one by one.
 
-It has a cache of its own, in which a *twin* of each request holds the request's tokens and then the proposed ones. What the model
-rejects is taken back: the twin's next tokens are computed over them. A proposed token is drawn as the model draws the token of that
-position, with the same settings and the same random number, so that both choose the same where they judge alike.
+The small model has its own cache. In it, a *twin* of each request holds the request's tokens, followed by the proposed ones. When
+the model rejects proposals, the twin's next tokens overwrite them. A proposed token is drawn as the model draws the token at that
+position, with the same settings and the same random number, so both draw the same token if their distributions agree.
 
-[Note: How many tokens] A forward of the model with k proposed tokens gives 1 + a + a^2 + ... + a^k tokens, a: the share of
-proposals that came true lately. It costs what a forward of k + 1 tokens takes, and k forwards of the small model; both are
-measured. The k of the best rate is proposed, which is 0 if proposals do not pay. Every PROBE tokens, PROBES are proposed all the
-same.
+[Note: How many tokens] A forward of the model with k proposed tokens yields 1 + a + a^2 + ... + a^k tokens, where a is the share of
+recent proposals that the model accepted. Its cost is one forward of k + 1 tokens, plus k forwards of the small model; both times
+are measured. The k with the best rate is used; it is 0 if proposals do not pay. Then PROBES are still proposed every PROBE tokens.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from slipstream.inference.blocks import BlockPool
 from slipstream.inference.core import Batch, Chunk, Request, Runner, SamplingParams
 from slipstream.inference.sampler import Floats, LogitsRow, Sampler
 
-MOST = 8  # tokens proposed at once, by default
-FEW = 4  # requests that get proposals: with more, forwards of the model are limited by arithmetic
-CATCH_UP = 512  # tokens of a forward of the small model: a long prompt takes several, each beside one of the model
+MOST = 8  # default limit of tokens proposed at once
+FEW = 4  # the most requests that get proposals: with more, arithmetic limits the model's forwards
+CATCH_UP = 512  # the most tokens in a forward of the small model: a long prompt takes several, one after each forward of the model
 PROBE, PROBES = 32, 2
-RECENT = 0.1  # the weight of the last proposal, or duration
+RECENT = 0.1  # weight of the newest proposal or duration in a moving average
 
 
 @dataclass(slots=True, eq=False)
 class _Twin:
     request: Request  # its tokens and blocks in the small model's cache
-    known: int  # of its tokens are the model's, the others proposed
-    published: int  # positions that the prefix cache has
-    likely: float  # the share of proposals that came true lately
+    known: int  # the first `known` tokens are the model's, the others are proposed
+    published: int  # positions in the prefix cache
+    likely: float  # moving average of the share of accepted proposals
     proposed: tuple[int, ...] = ()  # after the known tokens
     waited: int = 0  # tokens since the last proposal
 
@@ -44,17 +43,17 @@ class DraftModel:
     """Proposes tokens. Only the engine's thread calls it."""
 
     def __init__(self, runner: Runner, vocab_size: int, most: int = MOST) -> None:
-        """`vocab_size`: of the model. The small model's logits may be padded to another size."""
+        """`vocab_size`: the model's. The small model's logits may be padded to another size."""
         self._runner, self._vocab_size, self._most = runner, vocab_size, most
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
         self._sampler = Sampler(vocab_size)
-        self._twins: dict[Request, _Twin] = {}  # by the model's request; those used last come last
-        self._likely = 0.7  # of requests so far
-        self._step = 0.0  # seconds of a forward of one token per request lately; 0: none yet
+        self._twins: dict[Request, _Twin] = {}  # by the model's request, the most recently used last
+        self._likely = 0.7  # average over the requests so far
+        self._step = 0.0  # moving average, in seconds, of a forward with one token per request; 0: none measured yet
 
     def guess(self, wanted: Mapping[Request, int], seconds: Callable[[int], float]) -> dict[Request, tuple[int, ...]]:
-        """Tokens that may follow each request's, at most as many as wanted. `seconds`: what a forward of the model with so many
-        tokens takes; 0 if that is not known."""
+        """Propose tokens after those of each request, at most as many as `wanted` says. `seconds`: number of tokens -> duration of
+        the model's forward, or 0 if unknown."""
         numbers: dict[Request, int] = {}
         for request, most in wanted.items():
             known = self._twins.pop(request) if request in self._twins else None
@@ -102,7 +101,7 @@ class DraftModel:
         return _Twin(own, known=len(own.tokens), published=own.num_computed, likely=self._likely)
 
     def _compute(self, requests: Iterable[Request], drafts: Mapping[Request, tuple[int, ...]]) -> dict[Request, int]:
-        """Compute the twins' tokens that are not computed yet, CATCH_UP at most. Returns the next token of those that now are."""
+        """Compute missing tokens of the twins, CATCH_UP at most. Returns the next token of each twin that is then complete."""
         left, copies = CATCH_UP, list[tuple[int, int]]()
         chunks: dict[Request, Chunk] = {}
         for request in requests:
@@ -124,7 +123,8 @@ class DraftModel:
         return {row.request: token for row, token in zip(rows, self._sampler.tokens(logits, rows), strict=True) if token >= 0}
 
     def _make_room(self, own: Request, stop: int, kept: Mapping[Request, object]) -> bool:
-        """Forget requests that are not kept, the least recently used first, until positions up to `stop` have blocks."""
+        """Forget the least recently used requests outside `kept` until positions up to `stop` have blocks. Return False if not
+        possible."""
         others = iter([request for request in self._twins if request not in kept])
         while self._pool.num_lacking(own.blocks, own.num_computed, stop) > self._pool.num_free:
             if (other := next(others, None)) is None:
@@ -133,7 +133,7 @@ class DraftModel:
         return True
 
     def _fitted(self, logits: object) -> Floats:
-        """With as many columns as the model has tokens: a token that the small model lacks is never proposed."""
+        """Give the logits one column per token of the model. A token that the small model lacks is never proposed."""
         assert isinstance(logits, (Tensor, np.ndarray)), "what a runner returns"
         array: Floats = logits.cpu().numpy() if isinstance(logits, Tensor) else logits
         if array.shape[1] >= self._vocab_size:
@@ -142,11 +142,11 @@ class DraftModel:
 
 
 def _follow(twin: _Twin, request: Request) -> None:
-    """Replace what was proposed by what the model has generated since, and learn how much of it came true."""
+    """Replace the proposed tokens by the model's, and update the share of accepted ones."""
     new, right = request.tokens[twin.known :], 0
     while right < min(len(new), len(twin.proposed)) and new[right] == twin.proposed[right]:
         right += 1
-    for index in range(min(right + 1, len(new), len(twin.proposed))):  # up to the first that is wrong
+    for index in range(min(right + 1, len(new), len(twin.proposed))):  # up to the first rejected one
         twin.likely += RECENT * ((index < right) - twin.likely)
     twin.request.tokens[twin.known :] = new
     twin.request.num_computed = min(twin.request.num_computed, twin.known + right)
@@ -154,10 +154,10 @@ def _follow(twin: _Twin, request: Request) -> None:
 
 
 def best_number(likely: float, most: int, num_requests: int, seconds: Callable[[int], float], step: float) -> int:
-    """How many tokens to propose for each request: [Note: How many tokens]. `step`: seconds of a forward of the small model."""
+    """How many tokens to propose per request ([Note: How many tokens]). `step`: seconds of a forward of the small model."""
     alone = seconds(num_requests)
     if not alone:
-        return 0  # first, a forward without proposals is measured
+        return 0  # measure a forward without proposals first
     best, rate, tokens = 0, 1 / alone, 1.0
     for number in range(1, most + 1):
         tokens += likely**number

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class Lookup:
-    """An index of the last occurrence of each n-gram of one growing sequence. A call costs O(tokens added since the last)."""
+    """An index of the last occurrence of each n-gram in one growing sequence. A call costs O(tokens added since the last)."""
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 2) -> None:
         assert 1 <= min_ngram <= max_ngram, f"n-grams of {min_ngram} to {max_ngram} tokens"
@@ -23,7 +23,7 @@ class Lookup:
 
         `tokens` must be the same sequence in each call, and may only grow. A copy that reaches the end continues with its own
         output (as in LZ77), so that a loop is drafted in full length."""
-        for end in range(self._indexed + 1, len(tokens)):  # not the last n-grams: they would match themselves
+        for end in range(self._indexed + 1, len(tokens)):  # without the final n-grams, which would match themselves
             for size in self._sizes:
                 if size <= end:
                     self._follows[tuple(tokens[end - size : end])] = end
@@ -40,9 +40,9 @@ class Lookup:
 
 
 def accept(draft: Sequence[int], sampled: Sequence[int]) -> list[int]:
-    """The tokens accepted from a forward with a draft. `sampled[i]` was sampled given draft[:i], so it is valid only if these
-    tokens were sampled: row 0 always is, row i + 1 is if row i's token is draft[i]. Each token is therefore sampled from the same
-    distribution, with the same random numbers of its position, as without a draft."""
+    """Return the tokens accepted from a forward with a draft. `sampled[i]` was sampled given draft[:i], so it is valid only if
+    draft[:i] was sampled: row 0 always is; row i + 1 is if row i sampled draft[i]. So each token has the same distribution, and
+    uses the same random numbers of its position, as without a draft."""
     assert len(sampled) == len(draft) + 1, f"{len(sampled)} sampled tokens for {len(draft)} draft tokens; there must be one more"
     right = 0
     while right < len(draft) and sampled[right] == draft[right]:

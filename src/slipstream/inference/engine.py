@@ -1,11 +1,12 @@
 """The engine loop: requests in, text out. `Engine.step` is the main path; read it first.
 
-One thread calls `step` while there is work and sleeps otherwise. `submit` and `cancel` may be called from any thread; they hold the
-lock only briefly and never wait for a forward. The engine's thread reports a request's progress to its `sink`, a callable, and
-never holds the lock while it does. The last `Output` of each sequence always carries `finish` and `usage`. An error inside one
-request ends only that request. If a forward fails, only the requests that also fail alone end.
+One thread calls `step` while there is work and sleeps otherwise. Any thread may call `submit` and `cancel`; they hold the lock only
+briefly and never wait for a forward. The engine's thread reports a request's progress to its `sink`, a callable, without holding
+the lock. The last `Output` of each sequence always carries `finish` and `usage`. An error inside one request ends only that
+request. If a forward fails, only the requests that also fail alone end.
 
-Glossary: `submit` returns a `Handle` with `n` *sequences*: each is a scheduler `Request` plus its text and constraint state.
+Glossary: `submit` returns a `Handle` with `n` *sequences*. Each is a scheduler `Request` plus the state of its text and its
+constraint.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = ["ClosedError", "Engine", "Handle", "Logprob", "Output", "Sink", "Usag
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 16  # of a batch
-PAUSES = (0.0, 0.1, 1.0)  # seconds before each probe of a device that has computed nothing: memory may come back
+PAUSES = (0.0, 0.1, 1.0)  # seconds before each probe of a device that failed before any token: memory may become free
 
 
 class ClosedError(RuntimeError):
@@ -60,7 +61,7 @@ class ClosedError(RuntimeError):
 
 class Usage(NamedTuple):
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, found in the prefix cache
+    cached_tokens: int  # prompt tokens found in the prefix cache
     completion_tokens: int  # including the end token
 
 
@@ -88,7 +89,7 @@ Sink = Callable[[Output], object]
 
 
 def nbytes_of(output: Output) -> int:
-    """Bytes of memory that it takes, about, as measured."""
+    """Approximate memory of an output in bytes, from measurements."""
     scored = (one for one in (*output.logprobs, *(output.prompt_logprobs or ())) if one is not None)
     return 400 + len(output.text) + sum(200 + 130 * len(one.top) for one in scored)
 
@@ -100,7 +101,7 @@ class Handle:
     id: str
     sink: Sink
     sequences: list[_Sequence] = field(default_factory=list)
-    scored: list[Logprob | None] = field(default_factory=list)  # of the prompt's tokens so far; nothing predicts the first
+    scored: list[Logprob | None] = field(default_factory=list)  # the prompt's tokens so far; None for the first
 
     @property
     def num_prompt(self) -> int:
@@ -117,13 +118,13 @@ class _Sequence:
     stream: Stream | None  # None without a tokenizer: no text
     stops: StopStrings
     constraint: Constraint | None
-    started: float = 0.0  # time of the first forward with a part of it, perf_counter; 0: none yet, or it is a sibling
-    first_token: float = 0.0  # and of its first token
-    last_token: float = 0.0  # time of its last token, perf_counter; 0: none yet
+    started: float = 0.0  # perf_counter at its first forward; 0: none yet, or it is a sibling
+    first_token: float = 0.0  # perf_counter at its first token; 0: none yet
+    last_token: float = 0.0  # perf_counter at its last token; 0: none yet
     num_reported: int = 0  # tokens in the outputs so far
 
     def take(self, tokens: Sequence[Sampled], finish: Finish | None) -> Output:
-        """Return the Output of the next tokens. `finish`: why the last one ends the sequence; a stop string can end it earlier."""
+        """Return the Output for the next tokens. `finish`: why the last one ends the sequence; a stop string can end it earlier."""
         is_first, text = not self.num_reported, ""
         for num, sampled in enumerate(tokens, 1):
             self.num_reported += 1
@@ -160,7 +161,7 @@ class _Sequence:
 
 @dataclass(slots=True)
 class Pause:
-    """What `Engine.paused` yields."""
+    """The value of a `with Engine.paused()` block."""
 
     changed: bool = False  # the caller sets it before it overwrites the first weight
 
@@ -197,12 +198,12 @@ class Engine:
     ) -> None:
         """Without a tokenizer, prompts are token ids and outputs have no text. The options not listed are the scheduler's.
 
-        draft      speculates; then num_draft, the tokens to look up in a request's own, is 0
-        end_ids    the model's end tokens; the tokenizer's are added
-        sampling   the model's recommended SamplingParams by field name, for callers that ask for them (`recommended`)
-        expert_use the counts of `expert_store`, for `stats`
-        open_adapter   reads an adapter, (name, folder) -> `Request.adapter`, or says why it cannot; `adapters` are loaded now
-        unavailable    if not empty, every request is rejected with this text until a `paused` block succeeds
+        draft        speculates; num_draft, for lookup in the request's own tokens, is then 0
+        end_ids      the model's end tokens; the tokenizer's are added
+        sampling     the model's recommended SamplingParams by field name, for callers that ask for them (`recommended`)
+        expert_use   reads the counts of `expert_store`, for `stats`
+        open_adapter  reads an adapter, (name, folder) -> `Request.adapter`; or the reason that it cannot. `adapters` are loaded now
+        unavailable  if not empty, every request is rejected with this text until a `paused` block succeeds
         """
         self.runner, self.tokenizer, self._expert_use = runner, tokenizer, expert_use
         self.end_ids = frozenset(end_ids) | (frozenset() if tokenizer is None else tokenizer.end_ids)
@@ -220,15 +221,15 @@ class Engine:
             token_interval=token_interval,
             most_steps=MOST_STEPS if runner.generate is not None and self._sampler.is_native and draft is None else 1,
         )
-        self._lock = threading.RLock()  # for the scheduler and all below; reentrant: a garbage collection can call close() anywhere
-        # Notified, and nonzero so that a batch of several steps ends, when there is work or the state changes.
+        self._lock = threading.RLock()  # for the scheduler and all below; reentrant: garbage collection can call close() anywhere
+        # When work arrives or the state changes, `_work` is notified, and `_stop` becomes nonzero to end a batch of several steps.
         self._work, self._stop = threading.Condition(self._lock), ctypes.c_int32()
-        self._state, self._why = _EngineState.SERVING, ""  # the reason for DEAD
+        self._state, self._why = _EngineState.SERVING, ""  # `_why`: the reason for DEAD
         self._sequences: dict[Request, _Sequence] = {}  # unfinished ones
-        self._cancelled, self._holds = list[Handle](), dict[Handle, bool]()  # since the last forward; held, or resumed
-        self._outbox: list[tuple[_Sequence, Output]] = []  # to send to the sinks, without the lock
-        self._proven = self._process = 0  # a token computed last; the thread's process
-        self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; one pause at a time
+        self._cancelled, self._holds = list[Handle](), dict[Handle, bool]()  # since the last forward; True: hold, False: resume
+        self._outbox: list[tuple[_Sequence, Output]] = []  # to pass to the sinks without the lock
+        self._proven = self._process = 0  # a token that was computed lately; the process of the thread
+        self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; lets one pause run at a time
         self._open_adapter, self._adapters = open_adapter, dict[str, Any]()  # by name
         self._meters, self._ids, self._grammars_lock = Meters(), itertools.count(), threading.Lock()
         self._thread: threading.Thread | None = None
@@ -255,7 +256,7 @@ class Engine:
         self._thread.start()
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Tokenize a prompt; token ids are returned as a list."""
+        """Tokenize a prompt. Token ids are returned as a list."""
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
@@ -278,11 +279,11 @@ class Engine:
         wait_within: float | None = None,
         waited: float = 0.0,
     ) -> Handle:
-        """Queue a prompt for `n` answers of the model, or of one of `adapters`, and return at once. Lower `priority` goes first.
-        Only requests of the same `salt` and `adapter` share the prefix cache; those of different `tenant` share the engine evenly.
-        `first_within` and `wait_within`: the request's target, seconds to the first token and between tokens (`core.Target`);
-        `waited`: seconds that it has waited elsewhere. Raises ValueError if the request can never be served, QueueFullError if the
-        queue is full, ClosedError if none is."""
+        """Queue a prompt for `n` answers, of the model alone or with one of `adapters`, and return at once. Requests of the lowest
+        `priority` go first. Only requests of the same `salt` and `adapter` share the prefix cache. Requests of different `tenant`
+        share the engine evenly. `first_within` and `wait_within`: target seconds to the first token and between tokens
+        (`core.Target`). `waited`: seconds already spent waiting elsewhere. Raises ValueError if the request can never be served,
+        QueueFullError if the queue is full, ClosedError if the engine accepts no requests."""
         ids, target = self.encode(prompt), target_of(first_within, wait_within)
         self._check(ids, params, n)
         with self._lock:
@@ -329,9 +330,10 @@ class Engine:
         return tuple(self._adapters)
 
     def load_adapter(self, name: str, folder: str | os.PathLike[str], *, replace: bool = False) -> None:
-        """Load a PEFT adapter, for requests that name it. With `replace`, of a loaded one's name: running requests keep the old.
+        """Load a PEFT adapter for requests that name it. With `replace`, `name` may be loaded already: running requests keep the
+        old one.
 
-        Raises ValueError if the folder holds no adapter of this model, if the name is taken, or if this engine has none."""
+        Raises ValueError if the folder holds no adapter of this model, if the name is taken, or if this engine has no adapters."""
         if isinstance(self._open_adapter, str):
             raise ValueError(f"adapters cannot be loaded: {self._open_adapter}")
         if not name or not name.isprintable() or name == self.model_name:
@@ -343,13 +345,13 @@ class Engine:
             self._adapters[name] = opened
 
     def unload_adapter(self, name: str) -> None:
-        """Running requests keep it until they end. Raises ValueError if there is no such adapter."""
+        """Unload an adapter; running requests keep it until they end. Raises ValueError if it is not loaded."""
         with self._lock:
             self._adapter(name, "")
             self._adapters.pop(name, None)
 
     def _adapter(self, name: str, salt: str) -> tuple[Any, str]:
-        """The adapter of a request, and the salt of its prefixes. Call with the lock."""
+        """The adapter of a request, and the salt of its prefixes. Hold the lock."""
         if not name:
             return None, salt
         if name not in self._adapters:
@@ -364,8 +366,8 @@ class Engine:
             self._notify()
 
     def hold(self, handle: Handle, held: bool) -> None:
-        """Compute nothing more for `handle` from the next forward on, because its outputs are not taken; go on if `held` is False.
-        Others have its place and, if they need them, its blocks; its text stays the same."""
+        """Compute nothing more for `handle` from the next forward on, because nobody reads its outputs; with `held` False,
+        continue. Meanwhile other requests have its place and, if they need them, its blocks. Its text does not change."""
         with self._lock:
             self._holds[handle] = held
             self._notify()
@@ -382,7 +384,7 @@ class Engine:
             self._thread.join()
 
     def fail(self, why: str) -> None:
-        """Make the engine dead: running and waiting requests end with the error `why`. It returns at once."""
+        """Mark the engine dead and return at once: running and waiting requests end with the error `why`."""
         with self._lock:
             if self._state is _EngineState.SERVING:
                 self._state, self._why = _EngineState.DEAD, why
@@ -445,7 +447,7 @@ class Engine:
         self._sampler.check(params)
 
     def _check_open(self, *, changing: bool = False) -> None:
-        """Raise ClosedError unless requests are accepted. Call with the lock. `changing`: the caller replaces the weights."""
+        """Raise ClosedError unless requests are accepted. Hold the lock. `changing`: the caller replaces the weights."""
         if self._process not in (0, os.getpid()):
             raise ClosedError(
                 "this process was forked after the engine was started, and its thread is in the parent; open one here"
@@ -459,10 +461,10 @@ class Engine:
     def paused(self, *, otherwise: str, then: str = "") -> Iterator[Pause]:
         """A context in which no request is in flight, so that the caller may change the runner's weights.
 
-        [Note: Pause] Requests that have started finish first, held ones too, so all tokens of an answer come from the same weights;
-        new requests wait in the queue. If the weights change, the prefix cache is cleared afterwards. `then` and `otherwise` say
-        why the engine cannot serve afterwards: `then` after success ("": it can), `otherwise` after an exception if the weights
-        have changed. As long as it cannot, every request is rejected with that text.
+        [Note: Pause] Requests that have started, held ones too, finish first, so all tokens of an answer come from the same
+        weights. New requests wait in the queue. If the weights change, the prefix cache is cleared afterwards. `then` and
+        `otherwise` are reasons that the engine cannot serve afterwards: `then` after success ("": it can serve), `otherwise` after
+        an exception if the weights have changed. While it cannot serve, every request is rejected with that text.
         """
         pause = Pause()
         with self._pause:
@@ -488,7 +490,7 @@ class Engine:
                     self._notify()
 
     def _notify(self) -> None:
-        """Tell the engine's thread, and those that wait for it, of a change. Call with the lock."""
+        """Wake the engine's thread and those that wait for it. Hold the lock."""
         self._stop.value = 1
         self._work.notify_all()
 
@@ -498,13 +500,13 @@ class Engine:
         """Run one batch and process its results. Return False if there was nothing to compute."""
         start, counters = time.perf_counter(), self._scheduler.counters
         batch, forwards = self._schedule(), counters.forwards
-        waited = self._send_outputs()  # of those that were cancelled
+        waited = self._send_outputs()  # the outputs of cancelled requests
         if batch is None:
             return False
         if self._drafter is not None:
             batch = self._speculate(batch, self._drafter)
             start, waited = time.perf_counter(), 0.0
-        size = batch.size  # before it is committed
+        size = batch.size  # read before the commit changes it
         if self._compute(batch) is not None:
             self._compute_in_parts(batch)
         waited += self._send_outputs()
@@ -529,7 +531,7 @@ class Engine:
             return self.healthy
 
     def _schedule(self) -> Batch | None:
-        """End the cancelled requests, hold and resume others, and return the next batch."""
+        """End cancelled requests, hold and resume others, and return the next batch."""
         with self._lock:
             self._stop.value = 0
             for handle in self._cancelled:
@@ -551,14 +553,14 @@ class Engine:
         return batch
 
     def _speculate(self, batch: Batch, drafter: DraftModel) -> Batch:
-        """Add what the draft model proposes. If it fails, all goes on without it."""
+        """Add the draft model's proposals. If it fails, continue without it."""
         with self._lock:
             wanted = self._scheduler.draftable(batch, FEW)
         if not wanted:
             return batch
         try:
             drafts = drafter.guess(wanted, self._seconds_of(batch.size))
-        except Exception as error:  # any error of the model or device; the requests do not need it
+        except Exception as error:  # any error of the model or device; requests do not need the draft model
             logger.error("the draft model failed, and is not used any more: %s", _text(error), exc_info=True)
             self._drafter = None
             return batch
@@ -566,12 +568,12 @@ class Engine:
             return self._scheduler.add_drafts(batch, drafts)
 
     def _seconds_of(self, size: ForwardSize) -> Callable[[int], float]:
-        """What a forward of so many tokens takes, which are all of answers, with the contexts that those of `size` have."""
+        """number of tokens -> seconds of a forward in which each is a generated token, with the mean context of `size`."""
         context = size.positions / size.tokens
         return lambda tokens: self._scheduler.pace.seconds(ForwardSize(tokens, tokens, int(context * tokens)))
 
     def _compute(self, batch: Batch) -> str | None:
-        """Run the forwards, sample and commit. Return None, or the error text; then no request has changed.
+        """Run the forwards, sample and commit. Return None, or the error text; in that case no request has changed.
 
         The exception itself is not kept: its traceback would hold memory that the next forward needs."""
         try:
@@ -591,10 +593,10 @@ class Engine:
 
         One request must not end another's, nor change it. Nothing of a failed batch was committed, and computing a position again
         writes the same keys and values. So the batch is retried whole, then in halves, down to single requests and then halves of
-        their chunks: a batch that was too large for the memory is computed in parts. A request ends if a single token of it fails
-        alone. If the last part failed, a token that has worked before (0, if none has) is computed alone. If it works, the requests
+        their chunks. Thus a batch that needs too much memory is computed in parts. A request ends if a single token of it fails
+        alone. If the last part failed, a token that has worked before (0 if none has) is computed alone. If it works, the requests
         were at fault and the engine continues. If it fails again and again, the device is at fault (a CUDA error persists until the
-        process ends) and the engine is dead, which these requests are told, too."""
+        process ends): the engine is dead, and the error of these requests says so."""
         with self._lock:
             chunks = self._scheduler.retryable_chunks(batch)
         parts = [chunks] if chunks else []  # a stack
@@ -612,7 +614,7 @@ class Engine:
                 failed[chunks[0].request] = error
         with self._lock:
             for request in failed:
-                self._scheduler.finish(request, Finish.ERROR)  # its blocks are free for the probe
+                self._scheduler.finish(request, Finish.ERROR)  # this frees its blocks for the probe
         if error is not None and (broken := self._probe()) is not None:
             why = f"no part of a forward can be computed any more, nor a single token alone: {broken}"
             logger.error("the engine of %s fails: %s", self.model_name, why)
@@ -624,8 +626,8 @@ class Engine:
                     self._end([self._sequences[request]], Finish.ERROR, f"the forward failed: {error}")
 
     def _probe(self) -> str | None:
-        """Compute one token, if possible one that has worked before, in a block of its own; try again after pauses. Return None,
-        or why not."""
+        """Compute one token in its own block, if possible one that has worked before; retry after pauses. Return None, or the
+        error."""
         pool = self._scheduler.pool
         probe = Request(id="probe", tokens=[self._proven], params=SamplingParams())
         with self._lock:
@@ -646,8 +648,8 @@ class Engine:
         return why
 
     def _generate(self, batch: Batch, generate: Generate) -> tuple[Batch, dict[Request, list[Sampled] | str]]:
-        """Make the steps of a batch. Returns the batch as it was made, and the tokens of each request. A step in which a token
-        cannot be drawn counts as not made: the next batch begins with it, and finds whose error it is."""
+        """Run the steps of a batch. Returns the batch with the completed steps, and the tokens of each request. A step in which a
+        token cannot be drawn does not count: the next batch starts with it and finds the request at fault."""
         requests = [chunk.request for chunk in batch.chunks]
         made = generate(batch, self._sampler.draws(requests, batch.steps), self._stop)
         if -1 in made[-1]:
@@ -661,7 +663,7 @@ class Engine:
     def _sample(self, batch: Batch, logits: Any) -> dict[Request, list[Sampled] | str]:
         """For each request that samples from the batch: the accepted draft tokens and one more, or an error text."""
         rows: list[LogitsRow] = []
-        places: list[int] = []  # the logits row of each of `rows`; siblings sample from the same ones
+        places: list[int] = []  # the logits row of each of `rows`; siblings sample from the same row
         place = 0
         samples: dict[Request, list[Sampled]] = {}
         drawn: dict[Request, list[Sampled] | str] = {}
@@ -682,7 +684,7 @@ class Engine:
         one_to_one = places == list(range(len(logits)))
         sampled = self._sampler.sample(logits if one_to_one else logits[places], rows) if rows else []
         for row, one in zip(rows, sampled, strict=True):
-            if one.token >= 0 and len(samples[row.request]) == len(row.draft):  # after a wrong draft token there may be none
+            if one.token >= 0 and len(samples[row.request]) == len(row.draft):  # after a rejected draft token there may be none
                 samples[row.request].append(one)
         for chunk in batch.chunks:
             for request in receivers(chunk):
@@ -693,7 +695,7 @@ class Engine:
         return drawn
 
     def _score(self, chunk: Chunk, logits: Any, place: int) -> None:
-        """Record the log-probabilities of the prompt's tokens that the chunk predicts; its first row of logits is at `place`."""
+        """Record the log-probabilities of the prompt tokens that the chunk predicts. `place`: the row of its first logits."""
         request, scored = chunk.request, self._sequences[chunk.request].handle.scored
         num = request.params.prompt_logprobs
         if num is None or chunk.start >= request.num_prompt - 1:
@@ -705,7 +707,7 @@ class Engine:
             scored.append(None if value is None else Logprob(token, value, top))
 
     def _commit(self, batch: Batch, drawn: dict[Request, list[Sampled] | str]) -> None:
-        """Commit the results to the requests. The scheduler frees the blocks of those that end."""
+        """Commit the results to the requests. The scheduler frees the blocks of finished ones."""
         now = time.perf_counter()
         with self._lock:
             self._proven = batch.chunks[0].request.tokens[batch.chunks[0].start]
@@ -719,7 +721,7 @@ class Engine:
                 sequence = self._sequences[request]
                 try:
                     output = sequence.take(ones[request][: len(new)], request.finish)
-                except Exception as error:  # of its constraint or its text; the other requests continue
+                except Exception as error:  # an error in its constraint or its text; the other requests continue
                     logger.warning("%s ends with an error", request.id, exc_info=True)
                     output = sequence.end(Finish.ERROR, _text(error))
                 self._measure(sequence, len(output.token_ids), now)
@@ -730,7 +732,7 @@ class Engine:
             self._meters.step(now, sum(map(len, results.values())), computed)
 
     def _shut(self, finish: Finish, error: str | None = None) -> None:
-        """End all requests. With an error, the engine is dead."""
+        """End all requests. With an error, mark the engine dead."""
         with self._lock:
             if error is not None:
                 self._state, self._why = _EngineState.DEAD, error
@@ -739,7 +741,7 @@ class Engine:
         self._send_outputs()
 
     def _end(self, sequences: Sequence[_Sequence], finish: Finish, error: str | None = None) -> None:
-        """End the unfinished ones, and siblings that cannot start without them. Call with the lock."""
+        """End the unfinished ones, and the siblings that cannot start without them. Hold the lock."""
         for sequence in sequences:
             self._scheduler.finish(sequence.request, finish)
         for handle in dict.fromkeys(sequence.handle for sequence in sequences):
@@ -756,7 +758,7 @@ class Engine:
         self._meters.finished[finish] += 1
         now, request = time.perf_counter(), sequence.request
         if request.target != NO_TARGET:
-            missed = request.missed or now > request.deadline  # at a token, or because the next one is due
+            missed = request.missed or now > request.deadline  # missed at a token, or because the next one is overdue
             self._meters.targets_missed += missed
             self._meters.targets_met += not missed and finish in (Finish.STOP, Finish.LENGTH)
         self._meters.whole.add(now - request.arrival)
@@ -780,14 +782,13 @@ class Engine:
         sequence.last_token = now
 
     def _send_outputs(self) -> float:
-        """Pass the outputs to the sinks. Returns the seconds that these have waited, for a reader who is behind: they are no time
-        of a forward."""
+        """Pass the outputs to the sinks. Returns the seconds that sinks blocked for slow readers: they are no time of a forward."""
         outputs, self._outbox = self._outbox, []
         start, busy = time.perf_counter(), time.thread_time()
         for sequence, output in outputs:
             try:
                 sequence.handle.sink(output)
-            except Exception:  # of the caller's code: a closed event loop, for example
+            except Exception:  # an error in the caller's code, for example a closed event loop
                 logger.exception("the sink of %s failed; it is cancelled", sequence.handle.id)
                 self.cancel(sequence.handle)
         return max(0.0, time.perf_counter() - start - (time.thread_time() - busy))

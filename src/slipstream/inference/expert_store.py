@@ -1,12 +1,11 @@
-"""Experts of a native decoder on disk, the most recently used of them in memory.
+"""Experts of a native decoder on disk, with the most recently used ones in memory.
 
-Policy: memory for `nbytes` of experts, of all layers together, in slots of one expert. An expert that a forward needs and that is
-in no slot is read by all threads into the slot whose expert was used least recently (csrc/expert_store.c); the router decides
-first, so nothing is read in vain. A read is a copy of the packed bytes: tokens are the same as with all experts in memory. Reads
-pass through the kernel's page cache: host memory that nothing else needs is a second level. Shared experts and routers stay in
-memory.
+Memory holds `nbytes` of experts of all layers together, in slots of one expert each. If a forward needs an expert that is in no
+slot, all threads read it into the slot that was used least recently (csrc/expert_store.c). The router decides first, so no read is
+in vain. A read copies packed bytes, so tokens are the same as with all experts in memory. Reads pass through the kernel's page
+cache: free host memory is a second cache level. Shared experts and routers stay in memory.
 
-The file is temporary (in TMPDIR) and has no name: it ends with the process.
+The file is temporary (in TMPDIR) and unnamed, so it disappears with the process.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ExpertRecord(ctypes.Structure):
 
 
 class ExpertStore:
-    """`num_experts`: of all layers; `least`: of the layer that has most; `expert_nbytes`: packed, of the largest."""
+    """`num_experts`: of all layers. `least`: the number in the layer that has most. `expert_nbytes`: packed size of the largest."""
 
     def __init__(self, nbytes: int, *, num_experts: int, least: int, expert_nbytes: int) -> None:
         size = expert_nbytes + -expert_nbytes % LINE
@@ -84,6 +83,6 @@ class ExpertStore:
         """Raise OSError if a read of the last forward failed."""
         if error := self.record.error:
             self.record.error = 0
-            self._tensors["slot"].fill_(-1)  # some hold less than an expert
+            self._tensors["slot"].fill_(-1)  # some slots hold incomplete experts
             self._tensors["owner"].fill_(-1)
             raise OSError(error, f"cannot read experts from the temporary file: {os.strerror(error)}")

@@ -1,4 +1,4 @@
-"""The families of models: a row of `FAMILIES` says what a model_type's config.json and weights mean. No code asks for its name."""
+"""Model families: a row of `FAMILIES` says what a model_type's config.json and weights mean. No other code asks for its name."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ACTIVATIONS = {
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
 }
 
-Keys = Mapping[str, Any]  # of config.json, with defaults
-Kind = tuple[str | None, int]  # of a layer: which rope (None: none), and its window
+Keys = Mapping[str, Any]  # keys of config.json, with defaults filled in
+Kind = tuple[str | None, int]  # a layer's rope (None: none) and window
 
 
 # -- What families differ in -----------------------------------------------------------------------------------------------
@@ -42,8 +42,8 @@ def _one_window(c: Keys) -> list[Kind]:
 
 
 def _by_type(slides: Callable[[Keys, int], bool], needs_flag: bool = False) -> Callable[[Keys], list[Kind]]:
-    """Windows by layer_types. slides: whether layer i has one, for configurations that predate the key. needs_flag: windows have an
-    effect with use_sliding_window only."""
+    """Windows by layer_types. `slides`: whether layer i has a window, for configurations without that key. `needs_flag`: windows
+    only take effect with use_sliding_window."""
 
     def kinds(c: Keys) -> list[Kind]:
         num, window = c["num_hidden_layers"], c["sliding_window"] or 0
@@ -66,7 +66,6 @@ def _upper(c: Keys, i: int) -> bool:
 
 
 def _smollm3(c: Keys) -> list[Kind]:
-    """Some layers have no rope."""
     interval, num = c["no_rope_layer_interval"], c["num_hidden_layers"]
     turn = c.get("no_rope_layers") or [(i + 1) % interval for i in range(num)]
     kinds = _by_type(lambda c, i: bool(c["use_sliding_window"]) and not turn[i], needs_flag=True)(c)
@@ -74,7 +73,7 @@ def _smollm3(c: Keys) -> list[Kind]:
 
 
 def _exaone4(c: Keys) -> list[Kind]:
-    """With windows, the layers that have none have no rope either."""
+    """In a model with windows, the layers without one have no rope."""
     pattern = c["sliding_window_pattern"]
     if isinstance(pattern, str):
         pattern = len(pattern)
@@ -83,7 +82,7 @@ def _exaone4(c: Keys) -> list[Kind]:
 
 
 def _cohere2(c: Keys) -> list[Kind]:
-    """Only the layers that have windows have rope."""
+    """Only the layers with a window have rope."""
     kinds = _by_type(lambda c, i: (i + 1) % (c.get("sliding_window_pattern") or 4) != 0)(c)
     return [(kind if window else None, window) for kind, window in kinds]
 
@@ -94,7 +93,7 @@ def _gpt_neo(c: Keys) -> list[Kind]:
 
 
 def _modernbert(c: Keys) -> list[Kind]:
-    """A window of as many tokens on both sides."""
+    """A window reaches equally far in both directions."""
     every = c["global_attn_every_n_layers"]
     both = {**c, "sliding_window": c["local_attention"] // 2 + 1}
     return _by_type(lambda c, i: i % every != 0)(both)
@@ -105,10 +104,10 @@ def _dense(c: Keys, i: int) -> RoutedExperts | None:
 
 
 def _mixture(size: str) -> Callable[[Keys, int], RoutedExperts | None]:
-    """size: the key of an expert's inner features. Layers in mlp_only_layers, and those that the step leaves out, are dense."""
+    """`size`: the key of an expert's inner features. Layers in mlp_only_layers, or skipped by decoder_sparse_step, are dense."""
 
     def experts(c: Keys, i: int) -> RoutedExperts | None:
-        # transformers 5 writes num_local_experts for some families where 4 wrote num_experts.
+        # transformers 5 writes num_local_experts for some families where version 4 wrote num_experts.
         num = c.get("num_local_experts") or c["num_experts"]
         if i in (c.get("mlp_only_layers") or ()) or num == 0 or (i + 1) % c.get("decoder_sparse_step", 1):
             return None
@@ -159,7 +158,7 @@ def _latent(c: Keys) -> Latent:
 
 
 def _latent_scale(c: Keys) -> float:
-    """YaRN's factor for all features is on the scores, not on the rotated features alone."""
+    """YaRN's factor for all features applies to the scores, not only to the rotated features."""
     p = c.get("rope_scaling") or c.get("rope_parameters") or {}
     scale = (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) ** -0.5
     if p.get("rope_type", p.get("type", "default")) == "default" or not p.get("mscale_all_dim") or p["factor"] <= 1:
@@ -168,7 +167,8 @@ def _latent_scale(c: Keys) -> float:
 
 
 def _slopes(c: Keys) -> tuple[float, ...]:
-    """ALiBi's (arXiv:2108.12409): geometric; for other numbers of heads than powers of 2, every second of twice as many follow."""
+    """ALiBi's slopes (arXiv:2108.12409): a geometric series. If the number of heads is no power of 2, every second slope of the
+    series for twice as many heads follows."""
     heads = c["num_attention_heads"]
     power = 1 << heads.bit_length() - 1
 
@@ -179,7 +179,7 @@ def _slopes(c: Keys) -> tuple[float, ...]:
 
 
 def _falcon_slopes(c: Keys) -> tuple[float, ...]:
-    """Its scores are scaled after ALiBi is added, and its slopes are bf16."""
+    """Falcon scales scores after it adds ALiBi, and its slopes are bf16."""
     scale = (c["hidden_size"] // c["num_attention_heads"]) ** -0.5
     return tuple((torch.tensor(_slopes(c)).bfloat16().float() * scale).tolist()) if c["alibi"] else ()
 
@@ -190,7 +190,7 @@ def _falcon_norms(c: Keys) -> tuple[str, ...]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """The dictionary of a=b c=d."""
+    """Parse "a=b c=d"."""
     return dict(pair.split("=") for pair in text.split())
 
 
@@ -207,7 +207,7 @@ def _if(key: str, value: str) -> Callable[[Keys], str]:
 
 
 def _resized(key: str) -> Callable[[Keys], int]:
-    """The features of embeddings, if they are not those of a layer."""
+    """The size of embeddings if it differs from a layer's, else 0."""
     return lambda c: size if (size := c.get(key) or 0) != c["hidden_size"] else 0
 
 
@@ -215,7 +215,7 @@ def _resized(key: str) -> Callable[[Keys], int]:
 
 
 def _names(base: str, text: str) -> dict[str, str]:
-    """Modules by role, as role=module: below `base`, or at the root with "/"; those of a layer are below it."""
+    """{role: module} from "role=module ...". Modules are below `base`, or at the root with "/"; a layer's are below the layer."""
     outer = ("embed", "embed_in", "embed_out", "final_norm", "head", "layers", "positions", "token_types", "embed_norm")
     return {role: name[1:] if name[0] == "/" else base + name if role in outer else name for role, name in _pairs(text).items()}
 
@@ -226,7 +226,7 @@ _LLAMA_NAMES = _names(
     "q=self_attn.q_proj k=self_attn.k_proj v=self_attn.v_proj out=self_attn.o_proj q_norm=self_attn.q_norm k_norm=self_attn.k_norm "
     "gate=mlp.gate_proj up=mlp.up_proj down=mlp.down_proj",
 )
-# "post_attention" is the norm after the attention here, and above the one before the MLP.
+# Here "post_attention" names the norm after attention; above, it names the norm before the MLP.
 _POST = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 _SANDWICH_NAMES = {**_LLAMA_NAMES, **_POST, "mlp_norm": "pre_feedforward_layernorm"}
 
@@ -259,24 +259,24 @@ _COMMON: dict[str, Any] = {
 class FamilyRow:
     """What the config.json and the weights of one model_type mean."""
 
-    defaults: Keys = field(default_factory=dict)  # of its configuration class, for keys that config.json omits
-    keys: Mapping[str, str] = field(default_factory=dict)  # a key of this file -> the family's
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of `TransformerConfig`: values, or functions of `Keys`
+    defaults: Keys = field(default_factory=dict)  # defaults of its configuration class, for keys that config.json omits
+    keys: Mapping[str, str] = field(default_factory=dict)  # the key that this module reads -> the key in this family's files
+    fields: Mapping[str, Any] = field(default_factory=dict)  # fields of `TransformerConfig`: values, or functions of `Keys`
     kinds: Callable[[Keys], list[Kind]] = _all_full
     experts: Callable[[Keys, int], RoutedExperts | None] = _dense
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # the supported values of keys
     names: Mapping[str, str] = field(default_factory=lambda: _LLAMA_NAMES)  # role -> module; qkv, gate_up: rows of one matrix
-    # (pattern, replacement) of names that other files have: those of a model without a head lack its prefix
+    # (pattern, replacement) for names in other files: those of a model without a head lack the prefix
     renames: tuple[tuple[str, str], ...] = ((r"^(?=(embed_tokens|layers|norm)\.)", "model."),)
-    surplus: str = r"$^"  # a pattern of names that are not read
-    transposed: bool = False  # layers' matrices are [in, out]
-    grouped: bool = False  # qkv has each group's queries, key and value in turn, else all queries, all keys, all values
-    interleaved: bool = False  # rope turns features (2i, 2i + 1) of a head
-    first_norm: int = 0  # the first layer that has an input_norm
-    has_more_layers: bool = False  # files have layers behind the last, of multi-token prediction, which are not read
+    surplus: str = r"$^"  # pattern of names that are not read
+    transposed: bool = False  # layers' matrices are stored as [in, out]
+    grouped: bool = False  # qkv stores queries, key and value group by group; else all queries, all keys, all values
+    interleaved: bool = False  # rope rotates features (2i, 2i + 1) of a head
+    first_norm: int = 0  # index of the first layer that has an input_norm
+    has_more_layers: bool = False  # files contain layers after the last, for multi-token prediction, which are not read
 
     def read(self, config: Keys) -> dict[str, Any]:
-        """The configuration with this file's keys, and defaults."""
+        """Translate the configuration's keys and fill in defaults."""
         c: dict[str, Any] = {**_COMMON, **self.defaults, **config}
         return c | {ours: c[theirs] for ours, theirs in self.keys.items() if theirs in c}
 
@@ -301,7 +301,7 @@ _GEMMA_FIELDS: dict[str, Any] = {
 _GEMMA2_FIELDS: dict[str, Any] = {**_GEMMA_FIELDS, "norms": NORMS, "attn_scale": lambda c: c["query_pre_attn_scalar"] ** -0.5}
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_bias": True}
 _PLAIN: dict[str, Any] = {**_LAYER_NORM, "gated": False, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
-_OWN_HEADS: dict[str, Any] = {**_PLAIN, "num_kv_heads": _number("num_attention_heads")}  # whatever num_key_value_heads says
+_OWN_HEADS: dict[str, Any] = {**_PLAIN, "num_kv_heads": _number("num_attention_heads")}  # regardless of num_key_value_heads
 _LEARNT: dict[str, Any] = {**_OWN_HEADS, "num_positions": _number("max_position_embeddings")}
 _ENCODER: dict[str, Any] = {
     **_LEARNT,
@@ -324,7 +324,7 @@ _OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", 
 
 
 def _bert(base: str, *, part: str = "encoder", **more: Any) -> FamilyRow:
-    """An encoder whose files have, or lack, `base`. Its other heads and its pooler are not read."""
+    """An encoder whose files may lack the prefix `base`. Its other heads and its pooler are not read."""
     rest = {"defaults": _BERT, "keys": {"rms_norm_eps": "layer_norm_eps"}, "fields": _ENCODER, "names": _bert_names(base)} | more
     return FamilyRow(
         kinds=_no_rope(_all_full),

@@ -1,10 +1,10 @@
-"""The Python interface of a model: `InferenceEngine`, which generates for one prompt or many, at once or as a stream.
+"""The Python interface of a model: `InferenceEngine` generates for one prompt or many, at once or as a stream.
 
     print(engine.generate("Once upon a time", max_new_tokens=50).text)
     for delta in engine.generate("Once upon a time", stream=True):
         print(delta.text, end="")
 
-Sampling settings are `SamplingParams`, or its fields as keywords, also under the names of transformers and DeepSpeed-MII
+Sampling settings are a `SamplingParams`, or its fields as keywords, also under the names of transformers and DeepSpeed-MII
 (`max_new_tokens`, `do_sample`, ...). With keywords, decoding is greedy as in transformers, unless one of `do_sample`,
 `temperature`, `top_k`, `top_p`, `min_p` and `seed` asks for sampling.
 """
@@ -51,27 +51,25 @@ _SAMPLING_ALIASES = {
     "stop_strings": "stop",
     "eos_token_id": "stop_token_ids",
 }
-# transformers' settings without an equivalent here: the accepted values, which have no effect, and the reason.
+# transformers' settings without an equivalent here -> (accepted values, which have no effect; the reason).
 _SAMPLING_NEUTRAL: Refused = {
     "num_beams": ((None, 1), "there is no beam search; n answers are sampled with n="),
     "use_cache": ((None, True), "keys and values are always kept"),
     "return_full_text": ((None, False), "an answer's text is without its prompt"),
     "synced_gpus": ((None, False), "one engine runs on one device"),
     "max_length": ((None,), "it would count the prompt too; give max_new_tokens"),
-    "stream": ((None, True), "agenerate() is always a stream"),  # generate() has it as a parameter
+    "stream": ((None, True), "agenerate() is always a stream"),  # generate() has a parameter of that name
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer."""
-
     text: str
     token_ids: list[int]
     finish_reason: str  # stop | length | cancelled
     usage: Usage
     logprobs: list[Logprob] | None = None  # one per token, if requested
-    prompt_logprobs: list[Logprob | None] | None = None  # one per token of the prompt, None for the first, if requested
+    prompt_logprobs: list[Logprob | None] | None = None  # one per token of the prompt, None for the first; if requested
 
     def __str__(self) -> str:
         return self.text
@@ -79,7 +77,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """An increment of one answer of a stream."""
+    """An increment of one answer in a stream."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -114,13 +112,13 @@ class InferenceEngine:
         dtype: str = "",
     ) -> None:
         """
-        target       where `update_weights` writes; or a text that says why it cannot
-        open_module  creates the model of `module`; or a text that says why there is none
+        target       what `update_weights` overwrites; or the reason that it cannot
+        open_module  creates the model of `module`; or the reason that there is none
         ranks        the processes that compute the model together
-        release      frees what the forward holds beside memory, once none runs any more
-        dtype        of the weights, in words
+        release      frees what the forward holds besides memory, once no forward runs
+        dtype        the weights' precision, as text
         """
-        # The loop itself: submit, cancel, stats. An EmbeddingEngine refuses by itself what it does not do.
+        # The loop: submit, cancel, stats. An EmbeddingEngine raises in the methods that it does not support.
         self.engine: Engine = engine  # type: ignore[assignment]
         self._target = target
         self._open_module = open_module
@@ -143,7 +141,7 @@ class InferenceEngine:
 
     @property
     def leads(self) -> bool:
-        """Whether this process answers: False on ranks above 0 of an engine over processes, whose `close` waits for rank 0's."""
+        """Whether this process answers requests. False on ranks above 0, whose `close` waits until rank 0 closes."""
         return self._ranks is None or self._ranks.index == 0
 
     def close(self) -> None:
@@ -155,7 +153,8 @@ class InferenceEngine:
         or lists of token ids, generate answers, as in DeepSpeed-MII: `generate`.
 
         Outputs are those of transformers' forward of the model, without autograd, in the requested dtype. Inputs must be on the
-        model's device. Raises ValueError if the engine has no such model (see `module`), or for settings of `generate`.
+        model's device. Raises ValueError if the engine has no such model (see `module`), or if settings of `generate` are given
+        with tensors.
         """
         if not any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
             return self.generate(*args, **kwargs)
@@ -169,8 +168,8 @@ class InferenceEngine:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The transformers model that computes outputs, created at first use. For a live model it is a copy that shares tensors of
-        the same dtype and device; for a folder or file, the weights are loaded a second time. `generate` does not need it. Raises
+        """The transformers model that computes outputs, created at first use. For a live model it is a copy that shares all tensors
+        of equal dtype and device. For a folder or file, the weights are loaded a second time. `generate` does not need it. Raises
         ValueError if there is none.
         """
         with self._opening:
@@ -193,14 +192,14 @@ class InferenceEngine:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights: `engine.update_weights(trainer.named_weights())`.
 
-        tensors: every weight of the model by its name there, in any order and any float dtype. Each is written over the old one,
+        tensors: every weight of the model by its name there, in any order and any float dtype. Each one overwrites the old weight,
         quantized if that was, before the next is fetched. Running requests finish first, new ones wait, and the prefix cache is
         cleared.
 
-        Raises ValueError if a tensor is not this model's or is missing. After that, or an exception in `tensors`, some weights may
-        be new and some old, and nothing is served until an update completes; if none was written yet, the old weights stay in
-        use. `tensors` is always consumed to the end before an error is raised, because gathering them can be a collective in
-        which the other ranks wait for this one.
+        Raises ValueError if a tensor is not this model's or is missing. After that, or after an exception in `tensors`, some
+        weights may be new and some old: nothing is served until an update completes. If no weight was overwritten yet, the old ones
+        stay in use. `tensors` is always consumed to the end before an error is raised, because gathering them can be a collective
+        in which other ranks wait for this one.
         """
         remaining = iter(tensors)
         try:
@@ -221,7 +220,7 @@ class InferenceEngine:
     def sleep(self) -> None:
         """Free the memory of weights and cache until `update_weights`, for a trainer in the same process.
 
-        Running requests finish first; until the update, requests are rejected. Raises ValueError if the forward is not the native
+        Running requests finish first; requests are rejected until the update. Raises ValueError unless the forward is the native
         one.
         """
         runner = self.engine.runner
@@ -234,16 +233,16 @@ class InferenceEngine:
             runner.free_memory()
 
     def embed(self, texts: Any, *, truncate: bool = False) -> Tensor:
-        """Vectors of texts, pooled and normalized as the model's files say: a text, or one text's token ids -> fp32 [dimensions];
-        a list of these -> fp32 [texts, dimensions].
+        """Return vectors of texts, pooled and normalized as the model's files say. A text, or one text's token ids -> fp32
+        [dimensions]; a list of these -> fp32 [texts, dimensions].
 
-        `truncate` cuts texts that are too long, which are an error otherwise. Raises ValueError if the model generates."""
+        Texts that are too long are cut with `truncate`, and an error otherwise. Raises ValueError if the model generates."""
         batch, single = _as_list(texts)
         vectors = self._encoder().embed(batch, truncate=truncate).vectors
         return vectors[0] if single else vectors
 
     def score(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
-        """How well each document fits the query: what a cross-encoder says, or the cosine of their vectors. Raises as `embed`."""
+        """How well each document fits the query: a cross-encoder's score, or the cosine of their vectors. Raises as `embed`."""
         return self._encoder().score([(query, document) for document in documents], truncate=truncate).scores
 
     def _encoder(self) -> EmbeddingEngine:
@@ -254,7 +253,7 @@ class InferenceEngine:
         return engine
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """The token ids of a conversation ([{"role": ..., "content": ...}]), up to where the next answer starts."""
+        """Return the token ids of a conversation ([{"role": ..., "content": ...}]), up to where the next answer starts."""
         if self.tokenizer is None:
             raise ValueError("a conversation needs a tokenizer, and this engine has none")
         if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
@@ -274,7 +273,7 @@ class InferenceEngine:
         self.engine.load_adapter(name, folder, replace=replace)
 
     def unload_adapter(self, name: str) -> None:
-        """Running requests keep it until they end. Raises ValueError if there is no such adapter."""
+        """Unload an adapter; running requests keep it until they end. Raises ValueError if it is not loaded."""
         self.engine.unload_adapter(name)
 
     def generate(
@@ -289,9 +288,9 @@ class InferenceEngine:
         wait_within: float | None = None,
         **settings: Any,
     ) -> Any:
-        """Generate answers to `prompts`, all in one batch. `adapter`: the name of a loaded one; None: the model alone.
-        `first_within` and `wait_within`: each prompt's target, seconds from its way into the engine's queue to the first token, and
-        between tokens.
+        """Generate answers to `prompts`, all in one batch. `adapter`: the name of a loaded adapter; None: the model alone.
+        `first_within` and `wait_within`: each prompt's target, seconds from its entry into the engine's queue to the first token,
+        and between tokens.
 
         | prompts | returns | with stream=True |
         |---|---|---|
@@ -300,8 +299,8 @@ class InferenceEngine:
         | a tensor [prompts, tokens] or [tokens] | a tensor of prompt and answer, as transformers returns it | the same |
 
         Raises ValueError if a request cannot be served, GenerationError if one fails. Closing the iterator, or an exception in its
-        consumer, cancels the unfinished answers. What the consumer has not taken waits in memory, at most all of these answers: an
-        engine that waited for it would stop its other callers.
+        consumer, cancels the unfinished answers. Outputs that the consumer has not read wait in memory, at most all of these
+        answers: an engine that waited for the consumer would stall its other callers.
         """
         whose = {"adapter": adapter or "", "first_within": first_within, "wait_within": wait_within}
         if isinstance(prompts, torch.Tensor) or "input_ids" in settings or "inputs" in settings:
@@ -345,7 +344,7 @@ class InferenceEngine:
             while not feed.over:
                 if feed.can_submit:
                     submitting = loop.run_in_executor(None, feed.submit)
-                    await asyncio.shield(submitting)  # the thread cannot be stopped, and its handles must be cancelled later
+                    await asyncio.shield(submitting)  # the thread cannot be stopped, and its handles must still be cancelled
                 if feed.live:
                     yield feed.take(*await outputs.get())
                 else:
@@ -364,7 +363,7 @@ class InferenceEngine:
         feed = _Feed(self.engine, batch, params, n, lambda *item: outputs.put(item), whose)
 
         def follow() -> Generator[Delta]:
-            owner = self  # keeps the engine open: a collected InferenceEngine closes it
+            owner = self  # keeps the engine open: garbage collection of an InferenceEngine closes it
             try:
                 feed.submit()
                 yield Delta("", ())  # consumed below: closing a generator that has not started would skip its `finally`
@@ -423,12 +422,12 @@ class _Feed:
         send: Callable[[int, Output], object],
         whose: Mapping[str, Any],
     ) -> None:
-        """`whose`: adapter and target, of `Engine.submit`."""
+        """`whose`: adapter and target, arguments of `Engine.submit`."""
         self.engine, self.params, self.n, self.send, self.whose = engine, params, n, send, whose
         self.pending = deque((number, engine.encode(prompt)) for number, prompt in enumerate(batch))
         self.handles: list[Handle] = []
-        self.live = 0  # unfinished answers; while there are none, no output arrives
-        self.queue_free = True  # until the engine reports that its queue is full
+        self.live = 0  # unfinished answers; at 0, no output will arrive
+        self.queue_free = True  # False after the engine has reported a full queue
 
     @property
     def over(self) -> bool:

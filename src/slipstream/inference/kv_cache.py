@@ -1,7 +1,7 @@
-"""The paged KV cache in torch: the blocks that `Request.blocks` refers to.
+"""The paged KV cache in torch: the memory behind `Request.blocks`.
 
 Per layer `keys[l]` and `values[l]`: [num_blocks, block_size, kv_heads, head_dim] (values: value_dim if it differs), contiguous, one
-dtype. Position p of a request is in its block p // block_size at offset p % block_size; a *slot* is the index of that position over
+dtype. Position p of a request is in its block p // block_size at offset p % block_size. A *slot* is the index of that place over
 all blocks.
 """
 
@@ -19,11 +19,11 @@ from torch import Tensor
 
 
 class HeadShape(NamedTuple):
-    """Of one layer."""
+    """Shape of a token's keys and values in one layer."""
 
     num_kv_heads: int
     head_dim: int
-    value_dim: int = 0  # if values have another dimension than keys (MLA's rotated keys beside its latents)
+    value_dim: int = 0  # if values have another size than keys (MLA: keys are rotated features and latents)
 
 
 class KVCache:
@@ -60,7 +60,7 @@ class KVCache:
             layer[new] = layer[old]
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        """Slots [stop - start] of positions [start, stop), on the CPU: callers move those of all requests at once."""
+        """Slots [stop - start] of positions [start, stop), on the CPU: callers move the slots of all requests at once."""
         positions = torch.arange(start, stop)
         return torch.tensor(blocks, dtype=torch.int64)[positions // self.block_size] * self.block_size + positions % self.block_size
 
@@ -70,7 +70,7 @@ class KVCache:
         self.values[layer].flatten(0, 1)[slots] = values.to(self.dtype)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """A gathered copy of keys and values [tokens, kv_heads, head_dim] of slots [tokens]."""
+        """Return a gathered copy of keys and values [tokens, kv_heads, head_dim] of slots [tokens]."""
         return self.keys[layer].flatten(0, 1)[slots], self.values[layer].flatten(0, 1)[slots]
 
     def is_finite(self, slots: Tensor) -> bool:
@@ -79,7 +79,6 @@ class KVCache:
 
 
 def bytes_per_block(shapes: Sequence[HeadShape], block_size: int, dtype: torch.dtype) -> int:
-    """Size of one block's keys and values in all layers."""
     return sum(heads * (dim + (value_dim or dim)) for heads, dim, value_dim in shapes) * block_size * dtype.itemsize
 
 
@@ -87,9 +86,9 @@ _mappings = weakref.WeakSet[mmap.mmap]()  # of `untouched_zeros`
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU that use neither time nor memory until they are written; torch.zeros writes them (0.8 s per GiB).
+    """Zeros on the CPU that cost neither time nor memory until they are written; torch.zeros writes them (0.8 s per GiB).
 
-    Private: what a fork writes, its parent does not see. In small pages: the blocks of a short text lie far apart."""
+    The pages are private: a parent does not see what its fork writes. They are small: a short text's blocks lie far apart."""
     numel = math.prod(shape)
     mapping = mmap.mmap(-1, max(numel, 1) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages

@@ -1,6 +1,6 @@
 """An engine that servers on other hosts reach over TCP (`slipstream engine`), in `wire`'s messages after a `handshake`.
 
-Each connection is a `replica.Session` of its own: several servers may share the engine, and one that is gone leaves the others be.
+Each connection has its own `replica.Session`: several servers may share the engine, and a lost server does not affect the others.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from slipstream.inference.tls import Certificate, Connection, Encrypted
 
 logger = logging.getLogger(__name__)
 
-LOOK = 0.1  # seconds between looks at the engine's health and at signals
-UNPROVEN = 64  # connections at the same time that have not shown that they know the secret
+LOOK = 0.1  # seconds between checks of the engine's health and of signals
+UNPROVEN = 64  # the most connections at a time that have not yet proven that they know the secret
 
 
 class Listener:
-    """`drain` and `stop` may be called by signal handlers, all else by the thread that runs it."""
+    """Signal handlers may call `drain` and `stop`; only the thread that runs it may call the rest."""
 
     def __init__(
         self, engine: Engine | EmbeddingEngine, facts: Mapping[str, Any], secret: bytes, tls: Certificate | None = None
     ) -> None:
-        """`facts`: `replica.facts_of`; `tls`: of `tls.engine_context`, or None for plain connections."""
+        """`facts`: from `replica.facts_of`. `tls`: from `tls.engine_context`; None: connections are not encrypted."""
         self.engine, self.facts, self.secret, self.tls = engine, facts, secret, tls
         self._proving = threading.Semaphore(UNPROVEN)
-        self._sessions: set[Session] = set()  # each thread adds and removes its own
+        self._sessions: set[Session] = set()  # each session's thread adds and removes its own
         self._draining = self._stopped = False
 
     @classmethod
     def of(cls, opened: InferenceEngine, model: str, secret: bytes, tls: Certificate | None = None) -> Listener:
-        """Of the engine that was opened from the folder or file `model`."""
+        """A listener for the engine that was opened from the folder or file `model`."""
         opened.engine.prepare()
         facts = facts_of(opened.engine, opened.description, opened.dtype, weights_digest(model))
         return cls(opened.engine, facts, secret, tls)
 
     def drain(self) -> None:
-        """Take no further requests: servers send them to other engines. `run` returns when those that run have ended."""
+        """Accept no further requests: servers send them to other engines. `run` returns when the running ones have ended."""
         self._draining = True
 
     def stop(self) -> None:
-        """Make `run` return now; what is unfinished is cancelled."""
+        """Make `run` return now; unfinished requests are cancelled."""
         self._draining = self._stopped = True
 
     def run(self, sockets: Sequence[socket.socket], drain_timeout_s: float) -> None:
-        """Serve those that connect to the bound sockets, which this closes, until `drain` or the engine's end."""
+        """Serve connections to the bound sockets, which this closes, until `drain` or the engine's end."""
         self._listen(sockets)
         if self.engine.healthy:
             self._finish(time.monotonic() + drain_timeout_s)
@@ -67,7 +67,7 @@ class Listener:
     def _listen(self, sockets: Sequence[socket.socket]) -> None:
         with selectors.DefaultSelector() as selector:
             for listening in sockets:
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an engine before may linger
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier engine may linger
                 listening.listen()
                 listening.setblocking(False)
                 selector.register(listening, selectors.EVENT_READ)
@@ -80,19 +80,19 @@ class Listener:
                 listening.close()
 
     def _finish(self, end: float) -> None:
-        """Close each connection that has no unfinished request any more, until `end` (time.monotonic)."""
+        """Close each connection once it has no unfinished request, but wait no longer than `end` (time.monotonic)."""
         for session in list(self._sessions):
             session.link.send("leave", 0)
         while self.engine.healthy and not self._stopped and time.monotonic() < end and self._sessions:
             for session in list(self._sessions):
                 if session.idle:
-                    session.link.close()  # after what it has sent
+                    session.link.close()  # after everything queued is sent
             time.sleep(LOOK)
         if unfinished := sum(not session.idle for session in list(self._sessions)):
             logger.warning("%d servers have unfinished requests, which end with this engine", unfinished)
 
     def _accept(self, listening: socket.socket) -> None:
-        with suppress(OSError):  # it has gone again
+        with suppress(OSError):  # it may have closed already
             connection, address = listening.accept()
             if self._proving.acquire(blocking=False):
                 threading.Thread(target=self._meet, args=(connection, address[0]), daemon=True).start()
@@ -100,7 +100,7 @@ class Listener:
                 connection.close()
 
     def _meet(self, accepted: socket.socket, host: str) -> None:
-        """A thread: serve the connection, if it knows the secret, until it ends."""
+        """Runs in a thread: serve the connection until it ends, if the other end knows the secret."""
         connection: Connection = accepted
         try:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

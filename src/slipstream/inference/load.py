@@ -1,8 +1,8 @@
 """Loads a model for the decoder: a Hugging Face folder, a GGUF file, a Slipstream checkpoint or a live model -> `LoadedModel`.
 
-Files are memory-mapped, and a weight that is stored in the requested dtype is not copied. transformers is not needed, and pickle is
-never read. A missing, damaged or unsupported file raises ValueError with one sentence; after an UnsupportedModel, the model may
-still run in transformers (`generic`).
+Files are memory-mapped, and a weight stored in the requested dtype is not copied. transformers is not needed, and pickle is never
+read. A missing, damaged or unsupported file raises ValueError with one sentence. After an UnsupportedModel, the model may still run
+in transformers (`generic`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slipstream.ops.matrices import Int4, Int8, KQuant, Matrix, blank_of, dequan
 class LoadedModel:
     config: TransformerConfig
     weights: DecoderWeights
-    dtype: torch.dtype  # of the computation, and of weights that are not quantized, but for routers' biases, which are fp32
+    dtype: torch.dtype  # of the computation, and of weights that are not quantized; only routers' biases are fp32
     opening: Opening
     gguf: Mapping[str, Any] = field(default_factory=dict)  # a GGUF file's metadata: tokenizer.ggml.*, tokenizer.chat_template
 
@@ -55,11 +55,11 @@ def load(
     """Read a model and move its weights to `device`.
 
     dtype: "float32", "bfloat16" or "float16": a file's quantized blocks are dequantized. "stored": as in the file (GGUF: blocks of
-    Q4 and, on CPUs, Q8_0, Q5_K and Q6_K unchanged, the rest in bfloat16). "int8" or "int4": quantized here, computed in bfloat16
-    (a file's 4-bit blocks are kept for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized
-    blocks, which follow the rule of `precision`. group_size: weights per scale in int4. part: of the model; the rest is not read.
-    by_layer: the layers of a folder or GGUF file are not read but by `DecoderWeights.read_layer`, one at a time.
-    devices: among which `part` divides the model, with memory of their own.
+    Q4 and, on CPUs, Q8_0, Q5_K and Q6_K unchanged, the rest in bfloat16). "int8" or "int4": quantized here, computed in bfloat16 (a
+    file's 4-bit blocks are kept for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized
+    blocks, which follow the rule of `precision`. group_size: weights per scale in int4. part: the part of the model to read.
+    by_layer: layers of a folder or GGUF file are only read by `DecoderWeights.read_layer`, one at a time. devices: the number of
+    separate memories among which `part` divides the model.
     """
     on = torch.device(device)
     cut_to = None if part is None else partial(_cut, part, on)
@@ -70,7 +70,7 @@ def load(
 
     def place(role: str, m: Matrix) -> Matrix:
         if isinstance(m, Tensor):
-            exact = role.endswith("router_bias")  # the choice of experts hangs on differences that bf16 does not hold
+            exact = role.endswith("router_bias")  # the choice of experts depends on differences that bf16 cannot represent
             return m if m.is_meta else m.to(device, torch.float32 if exact else loaded.dtype)
         return type(m)(*(part if part.is_meta else part.to(device) for part in m))
 
@@ -81,12 +81,12 @@ def load(
 
 
 def _cut(part: ModelPart, device: torch.device, config: TransformerConfig) -> TransformerConfig:
-    """Only the native forward takes the columns of every product from other processes."""
+    """Apply `part`. Only the native forward computes with whole inputs, which it takes from all processes; others sum terms."""
     return replace(part, sums=why_not_native(config, device) is not None).of(config)
 
 
 def _read(source: str | Path | Any, opening: Opening, device: torch.device) -> LoadedModel:
-    """Read a model in its stored dtype. Layers' matrices that are to be quantized are, one by one."""
+    """Read a model in its stored dtype. Matrices of layers that are to be quantized are quantized one by one."""
     path = Path(source) if isinstance(source, str | Path) else None
     if opening.cut is not None and is_config(source):
         raise ValueError("a model without weights is not split: give a folder, a .gguf file, a checkpoint or a live model")
@@ -112,7 +112,6 @@ def _build(config: TransformerConfig, state: Mapping[str, Matrix], opening: Open
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind, stored)
 
     def convert(m: Matrix) -> Matrix:
-        """Quantize a layer's matrix, before the next one is read."""
         return to_kind(m.contiguous(), kind, group) if kind in QUANTIZED and isinstance(m, Tensor) else m
 
     blank = partial(blank_of, kind=kind, group=group, dtype=dtype) if opening.by_layer else None
@@ -121,7 +120,7 @@ def _build(config: TransformerConfig, state: Mapping[str, Matrix], opening: Open
 
 
 class _LazyState(UserDict[str, Any]):
-    """Weights by name, each read at access by its reader and not kept."""
+    """Weights by name. Each access calls the weight's reader, and the result is not kept."""
 
     def __getitem__(self, name: str) -> Matrix:
         matrix: Matrix = self.data[name]()
@@ -129,9 +128,10 @@ class _LazyState(UserDict[str, Any]):
 
 
 def _live(model: Any, opening: Opening) -> LoadedModel:
-    """A PreTrainedModel, or any model with `.config.to_dict()` and `.state_dict()`. Its storage is shared.
+    """Load a PreTrainedModel, or any model with `.config.to_dict()` and `.state_dict()`, and share its storage.
 
-    A PreTrainedModel with modules of the caller's own (slipstream.moe.MoE in place of an MLP) is left to its own code.
+    Raises UnsupportedModel for a PreTrainedModel with modules of the caller's own (slipstream.moe.MoE in place of an MLP), so that
+    its own code runs it.
     """
     if not hasattr(model, "state_dict") or not hasattr(getattr(model, "config", None), "to_dict"):
         raise ValueError(f"{type(model).__name__} is not a model: give a Hugging Face folder, a .gguf file or a PreTrainedModel")
@@ -143,7 +143,7 @@ def _live(model: Any, opening: Opening) -> LoadedModel:
     try:
         return _build(config, state, opening, _stored(state))
     except MisfitError as error:
-        if not hasattr(model, "_can_set_experts_implementation"):  # no PreTrainedModel: nothing else runs it
+        if not hasattr(model, "_can_set_experts_implementation"):  # not a PreTrainedModel, so transformers cannot run it
             raise
         raise UnsupportedModel(f"the {type(model).__name__} has modules of its own: {error}") from error
 
@@ -154,7 +154,7 @@ def is_config(source: Any) -> bool:
 
 
 def _blank(source: Any, opening: Opening) -> LoadedModel:
-    """Zeros as expanded scalars, which need no memory until they are packed."""
+    """All weights are zeros, expanded from a scalar: they take no memory until they are packed."""
     values = source.to_dict()
     config, stored = from_hf(values), str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
     kind = opening.kind
@@ -184,7 +184,7 @@ def _folder(path: Path, opening: Opening) -> LoadedModel:
         return _build(from_hf(trained.config), state, opening, _stored(state))
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has neither config.json nor metadata.json: it is no Hugging Face folder and no checkpoint")
-    huggingface.check_folder(path)  # transformers never sees an invalid file
+    huggingface.check_folder(path)  # so that transformers never sees an invalid file
     values = huggingface.read_config(path / "config.json")
     kind = str(next(iter(values.get("architectures") or ()), ""))
     if "Classification" in kind and not is_encoder(values.get("model_type")):
@@ -194,7 +194,7 @@ def _folder(path: Path, opening: Opening) -> LoadedModel:
         )
     quantization = values.get("quantization_config") or {}
     config = from_hf({**values, "quantization_config": None})
-    if (path / "modules.json").is_file():  # of sentence-transformers: a decoder that embeds
+    if (path / "modules.json").is_file():  # sentence-transformers: a decoder that embeds
         if config.has_head and config.embed_size:
             raise UnsupportedModel(f"texts are not embedded by this {config.family} model, whose outputs have other features")
         config = replace(config, has_head=False)
@@ -209,7 +209,7 @@ def _folder(path: Path, opening: Opening) -> LoadedModel:
 
 
 def _with_codes(file: Path, weights: Mapping[str, Matrix], group: int, head: str) -> Mapping[str, Matrix]:
-    """The weights, some as codes of int4 that they were trained with (`compression.export`), if their groups have this size."""
+    """Replace weights by the int4 codes with which they were trained (`compression.export`), where groups have this size."""
     with opened(file) as codes:
         names = {key.removesuffix(".q") for key in codes.keys() if key.endswith(".q")} & {*weights} - {head}  # noqa: SIM118
         shapes = {name: [codes.get_slice(f"{name}.{part}").get_shape()[1] for part in ("q", "scale")] for name in names}
@@ -219,7 +219,7 @@ def _with_codes(file: Path, weights: Mapping[str, Matrix], group: int, head: str
 
 
 def _coded(file: Path, name: str, weights: Mapping[str, Matrix]) -> Matrix:
-    """A weight's codes. Raises ValueError if they are of another weight than the folder's."""
+    """A weight's codes. Raises ValueError if they belong to another weight than the folder's."""
     with opened(file) as codes:
         m = Int4(*(codes.get_tensor(f"{name}.{part}") for part in ("q", "scale", "low")))
     weight = weights[name]
@@ -233,7 +233,7 @@ def _coded(file: Path, name: str, weights: Mapping[str, Matrix]) -> Matrix:
 def _quantized(
     path: Path, config: TransformerConfig, values: Mapping[str, Any], quantization: Mapping[str, Any], opening: Opening
 ) -> LoadedModel:
-    """A folder whose weights another tool has quantized."""
+    """Read a folder whose weights another tool has quantized."""
     if FAMILIES[config.family].transposed:
         raise ValueError(f"quantized weights of {config.family} models, which are stored transposed, are not read")
     stored = FLOATS.get(str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch."), torch.bfloat16)
@@ -245,9 +245,9 @@ def _quantized(
 
 
 def safetensors_of(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
-    """model.safetensors, or the shards in its index. Each tensor is a view of its mapped file.
+    """Read model.safetensors, or the shards of its index. Each tensor is a view of its mapped file.
 
-    keep: files stay mapped as long as their tensors exist; otherwise a file is mapped for each access, which releases the pages of
+    keep: files stay mapped as long as their tensors exist. Otherwise a file is mapped for each access, which frees the pages of
     tensors that were read before.
     """
     if not (files := huggingface.weight_files(path)):
@@ -308,13 +308,13 @@ def _gguf(path: Path, asked: Opening, device: torch.device) -> LoadedModel:
     file = read_gguf(path)
     config = _gguf_config(path, file)
     kind, why = "stored" if asked.kind == "auto" else asked.kind, ""
-    all_forms = (KQuant, Int8, Int4) if device.type == "cpu" else (Int4,)  # that the device's kernels have
+    all_forms = (KQuant, Int8, Int4) if device.type == "cpu" else (Int4,)  # those with kernels on the device
     sizes = [(math.prod(one.shape), is_block(one), form_of(one, all_forms) is not None) for one in file.tensors.values()]
     if asked.kind == "auto" and any(block for _, block, _ in sizes):
         mostly = sum(size * (2 * kept - 1) for size, block, kept in sizes if block) >= 0
         kind, why = choose(sum(size for size, _, _ in sizes) // asked.devices, mostly, device)
     forms = {"stored": all_forms, "int4": (Int4,)}.get(kind, ())
-    whole = kind == "stored" and device.type == "cpu"  # the embedding and the head are kept, too
+    whole = kind == "stored" and device.type == "cpu"  # the embedding and the head are kept in blocks, too
     wide = torch.float32 if kind in QUANTIZED else FLOATS.get(kind, torch.bfloat16)
     llama = file.metadata["general.architecture"] == "llama"
 
@@ -331,7 +331,7 @@ def _gguf(path: Path, asked: Opening, device: torch.device) -> LoadedModel:
 
 
 def _hf_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. An unknown name is returned as it is, and is then surplus."""
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. An unknown name is returned unchanged, and is then surplus."""
     *prefix, part, suffix = name.split(".")
     if part not in _GGUF_NAMES:
         return name
@@ -339,10 +339,10 @@ def _hf_name(name: str) -> str:
 
 
 def _unpermute(m: Matrix, heads: int) -> Matrix:
-    """Reorder the rows of each head from llama.cpp's rotation, of rows (2i, 2i + 1), to Hugging Face's, of rows i and i + D / 2."""
+    """Reorder the rows of each head: llama.cpp rotates rows (2i, 2i + 1), Hugging Face rows i and i + D / 2."""
 
     def ordered(part: Tensor) -> Tensor:
-        rows = part.view(torch.uint8).numpy().reshape(heads, len(part) // heads // 2, 2, -1)  # bytes: numpy has no bfloat16
+        rows = part.view(torch.uint8).numpy().reshape(heads, len(part) // heads // 2, 2, -1)  # bytes, because numpy has no bfloat16
         return torch.from_numpy(rows.transpose(0, 2, 1, 3).reshape(len(part), -1)).view(part.dtype).view(part.shape)
 
     return ordered(m) if isinstance(m, Tensor) else type(m)(*map(ordered, m))

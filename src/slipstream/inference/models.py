@@ -1,7 +1,7 @@
 """Translates Hugging Face's format: config.json -> `TransformerConfig`, weights by name -> `DecoderWeights`.
 
-Pure, and without transformers; it reads what transformers 4 and 5 write. What differs between families is in `families`.
-UnsupportedModel is raised for models that `TransformerConfig` cannot describe, which can still run in transformers (`generic`).
+Pure, and without transformers; reads what transformers 4 and 5 write. `families` has the differences between families. Models that
+`TransformerConfig` cannot describe raise UnsupportedModel; they can still run in transformers (`generic`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.ops.matrices import K_BLOCK, Int4, Int8, KQuant, Matrix
 
 
 class MisfitError(ValueError):
-    """The weights are not those of the configuration."""
+    """The weights do not fit the configuration."""
 
 
 _SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -116,13 +116,12 @@ def _rope(row: FamilyRow, c: Keys, kind: str, head_dim: int) -> Rope:
 
 
 def rope(p: Mapping[str, Any], head_dim: int, max_positions: int, original: int | None = None) -> Rope:
-    """Compute the frequencies from transformers' rope_parameters, in fp32 like transformers: the result is bit-identical. head_dim:
-    the features that turn."""
+    """Compute the frequencies of rope_parameters in fp32, bit-identical to transformers. head_dim: rotated features."""
     kind = p.get("rope_type", p.get("type", "default"))
     original = original or p.get("original_max_position_embeddings") or max_positions
     powers = p["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     match kind:
-        case "default" | "dynamic":  # dynamic has an effect only beyond max_position_embeddings, which max_context excludes
+        case "default" | "dynamic":  # dynamic only changes positions beyond max_position_embeddings, which max_context excludes
             return _new_rope(1.0 / powers)
         case "linear":
             return _new_rope(1.0 / powers / p["factor"])
@@ -143,7 +142,7 @@ def rope(p: Mapping[str, Any], head_dim: int, max_positions: int, original: int 
 
 
 def rope_table(rope: Rope, num: int, has_long: bool, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Cosine and sine, fp32 [num, rotary_dim / 2], of so many positions; then, if `has_long`, those of long texts."""
+    """Cosine and sine, fp32 [num, rotary_dim / 2], of `num` positions, followed, if `has_long`, by those of long texts."""
     positions = torch.arange(num, dtype=torch.float32, device=device)
     both = (rope.inv_freq, rope.long_inv_freq or rope.inv_freq)[: 1 + has_long]
     angles = torch.cat([positions[:, None] * torch.tensor(one, dtype=torch.float32, device=device) for one in both])
@@ -162,7 +161,7 @@ def _longrope_factors(p: Mapping[str, Any], name: str, num: int) -> Tensor:
 
 
 def _longrope_scale(p: Mapping[str, Any], factor: float, original: int) -> float:
-    """LongRoPE's (arXiv:2402.13753), for short texts too."""
+    """LongRoPE's attention factor (arXiv:2402.13753), which applies to short texts too."""
     if p.get("attention_factor") is not None:
         return float(p["attention_factor"])
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
@@ -228,11 +227,11 @@ def shape_of(m: Matrix) -> tuple[int, ...]:
 
 
 def _of_inputs(name: str, m: Matrix, own: slice) -> Matrix:
-    """The columns of these inputs, as quantized in the whole. Raises ValueError if they are not whole groups."""
+    """The columns for the inputs `own`, quantized as in the whole. Raises ValueError if they cut a quantization group."""
     features, blocks = shape_of(m)[1], K_BLOCK if isinstance(m, KQuant) else 1
 
     def cut(part: Tensor) -> Tensor:
-        if part.dim() == 1:  # a scale of each output
+        if part.dim() == 1:  # a scale per output
             return part
         ends = [divmod(end * part.shape[1], features) for end in (own.start, own.stop)]
         if any(rest for _, rest in ends) or own.start % blocks or own.stop % blocks:
@@ -243,9 +242,9 @@ def _of_inputs(name: str, m: Matrix, own: slice) -> Matrix:
     return cut(m) if isinstance(m, Tensor) else type(m)(*map(cut, m))
 
 
-Pick = Callable[[Tensor], Tensor]  # the part of a stored weight that has a role, as a view where that is possible
-# Name suffixes that occur in only one layout of experts (`_expert_mlps`): one expert at a time with a dense MLP's names (no such
-# suffix), transformers 5's stacks, Mixtral's files. The router's name is part of the last.
+Pick = Callable[[Tensor], Tensor]  # selects the part of a stored weight that fills a role, as a view if possible
+# Name suffixes that occur in only one layout of experts (`_expert_mlps`): each expert with a dense MLP's names (no such suffix),
+# transformers 5's stacks, Mixtral's files. The router's name is part of the last.
 _EXPERT_LAYOUTS = ("as_dense", "experts.gate_up_proj", ("0.w1.weight", "block_sparse_moe.gate.weight"))
 
 
@@ -258,10 +257,10 @@ def _rows(own: slice, num: int) -> Pick:
 
 
 class _Outline:
-    """Returns tensors on meta, and records their names."""
+    """A source that returns tensors on meta, and records their names."""
 
     def __init__(self, layout: str | tuple[str, ...]):
-        self.layout = layout  # name suffixes of a layout of experts: only names with these are `in` it
+        self.layout = layout  # name suffixes of a layout of experts: `in` is true only for names with these
         self.named: dict[str, tuple[int, ...]] = {}
         self.found: dict[int, tuple[str, Pick, Tensor]] = {}  # by id of the returned tensor, which is kept
 
@@ -282,8 +281,8 @@ class _Outline:
 
 
 class _State:
-    """Returns the weights of a file or model, matrices after `convert` (`stored`: as they are), and records which were used. Checks
-    their shapes."""
+    """A source that returns weights of a file or model after it has checked their shapes, and records which were used. `convert` is
+    applied to matrices, except to those read by `stored`."""
 
     def __init__(
         self, state: Mapping[str, Matrix], row: FamilyRow | None = None, convert: Callable[[Matrix], Matrix] | None = None
@@ -320,11 +319,11 @@ class _State:
         return pick(m)
 
 
-_Source = _Outline | _State  # of weights by name, whose shape the configuration determines
+_Source = _Outline | _State  # provides weights by name; the configuration determines their shapes
 
 
 def canonical(row: FamilyRow, name: str) -> str:
-    """The name in transformers' model of a weight in a file."""
+    """Translate a weight's name in a file to its name in transformers' model."""
     for pattern, new in row.renames:
         name = re.sub(pattern, new, name)
     return name
@@ -337,7 +336,7 @@ def from_state(
     blank: Callable[[Matrix], Matrix] | None = None,
 ) -> DecoderWeights:
     """Assign weights by Hugging Face's names to their roles, without copies where a role is a view. `convert` is applied to each
-    matrix of a layer. With `blank`, which gives the form of a converted matrix on meta, layers are read later (`read_layer`).
+    matrix of a layer. With `blank`, which returns the form of a converted matrix on meta, layers are read later (`read_layer`).
 
     Raises MisfitError naming any weight that is missing, unknown or of the wrong shape."""
     row = FAMILIES[config.family]
@@ -354,7 +353,7 @@ def from_state(
 
 
 def is_surplus(config: TransformerConfig, name: str) -> bool:
-    """Whether a weight may be ignored: a tied head, old checkpoints' rope frequencies (config has them), others' parts."""
+    """Whether a weight may be ignored: a tied head, old checkpoints' rope frequencies (config has them), other processes' parts."""
     row = FAMILIES[config.family]
     lists = [".experts.", *(f".{row.names[role]}." for role in ("q_norms", "k_norms") if role in row.names)]
     elsewhere = config.part.size > 1 and (name == head_name(config) or any(one in name for one in lists))
@@ -375,13 +374,12 @@ def head_name(config: TransformerConfig) -> str:
 
 
 def outline(config: TransformerConfig) -> DecoderWeights:
-    """All weights of a model as tensors on meta."""
     return _weights(config, _Outline(_EXPERT_LAYOUTS[0]))
 
 
 def places(config: TransformerConfig) -> dict[str, tuple[tuple[int, ...], list[tuple[str, Pick]]]]:
     """For each Hugging Face name, in all layouts that `from_state` reads: a weight's shape and the roles that it fills (paths in
-    `DecoderWeights`), each with what picks its part."""
+    `DecoderWeights`), each with the function that selects its part."""
     by_name: dict[str, tuple[tuple[int, ...], list[tuple[str, Pick]]]] = {}
     for layout in _EXPERT_LAYOUTS if any(layer.experts for layer in config.layers) else _EXPERT_LAYOUTS[:1]:
         source = _Outline(layout)
@@ -396,7 +394,7 @@ def places(config: TransformerConfig) -> dict[str, tuple[tuple[int, ...], list[t
 
 
 def layer_weights(config: TransformerConfig, index: int, state: Mapping[str, Matrix]) -> LayerWeights:
-    """One layer's weights, from `state` by the names inside the layer."""
+    """Read one layer's weights from `state`, by their names inside the layer."""
     return _layer(_Reader(config, _State(state)), config.layers[index], "")
 
 
@@ -422,7 +420,7 @@ class _Reader:
         return {role: self.source.tensor(f"{name}.weight", size), **biases}
 
     def head_norm(self, at: str, role: str, rows: int) -> dict[str, Any]:
-        """What normalizes queries or keys, of `rows` features."""
+        """The weights that normalize queries or keys of `rows` features."""
         c, source, names, dim = self.config, self.source, self.row.names, self.config.head_dim
         if c.qk_norm == "whole":
             return {role: source.tensor(f"{at}{names[role]}.weight", rows, pick=self.own(role[0], rows))}
@@ -448,12 +446,12 @@ class _Reader:
         return found
 
     def bias(self, role: str, name: str, rows: int, pick: Pick) -> Tensor | None:
-        """None where another process adds it to its terms."""
+        """None where another process adds the bias to its terms."""
         bias = self.source.tensor(name, rows, pick=pick)
         return bias if self.inputs(role) is None or self.config.part.index == 0 else None
 
     def inputs(self, role: str) -> slice | None:
-        """Those that this process multiplies by a matrix; None: all."""
+        """The inputs that this process multiplies by a matrix; None: all."""
         c = self.config
         if not c.part.sums or c.part.tp_size == 1 or role not in ("out", "down"):
             return None
@@ -461,7 +459,7 @@ class _Reader:
         return c.part.columns(c.intermediate_size) if role == "down" else slice(heads.start * c.value_dim, heads.stop * c.value_dim)
 
     def own(self, role: str, rows: int) -> Pick:
-        """Picks this process's rows of a matrix."""
+        """Return a function that selects this process's rows of a matrix."""
         if self.config.part.tp_size == 1 or self.inputs(role) is not None:
             return _all
         if role not in ("q", "k", "v"):
@@ -470,7 +468,7 @@ class _Reader:
         return _rows(slice(heads.start * dim, heads.stop * dim), rows)
 
     def _part(self, role: str, rows: int) -> tuple[int, Pick]:
-        """The rows of the stored matrix, and what picks this process's rows of a role."""
+        """The number of rows of the stored matrix, and a function that selects this process's rows of a role."""
         c, row = self.config, self.row
         kv, group, dim = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
         stored, pick, own = rows, _all, self.own(role, rows)
@@ -489,7 +487,7 @@ class _Reader:
         return stored, lambda w: turned(own(pick(w)))
 
     def _turned(self, role: str) -> Pick:
-        """Orders the rows of heads as `config.Rope` has them."""
+        """Return a function that reorders the rows of heads as `config.Rope` expects them."""
         ropes = [layer.rope for layer in self.config.layers if layer.rope is not None]
         if not self.row.interleaved or role not in ("q", "k") or not ropes:
             return _all
@@ -498,7 +496,7 @@ class _Reader:
 
 
 def _halves(w: Tensor, head_dim: int, num: int) -> Tensor:
-    """Reorder the first `num` rows of each head from pairs (2i, 2i + 1) to pairs (i, i + num / 2). Scores stay what they are."""
+    """Reorder the first `num` rows of each head from pairs (2i, 2i + 1) to pairs (i, i + num / 2). Scores do not change."""
     heads = w.unflatten(0, (-1, head_dim))
     turned = heads[:, :num].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
     return torch.cat([turned, heads[:, num:]], 1).flatten(0, 1)
@@ -563,13 +561,13 @@ def _add_experts(weights: LayerWeights, read: _Reader, experts: RoutedExperts, a
 
 
 def _latent_attention(read: _Reader, latent: Latent, at: str) -> dict[str, Any]:
-    """The attention's weights. Files have a head's rotated features last, in pairs (2i, 2i + 1), and its keys beside its values."""
+    """Attention weights. Files have a head's rotated features last, in pairs (2i, 2i + 1), and its keys beside its values."""
     c, source, names = read.config, read.source, read.row.names
     heads, turned, plain, values, rank = c.num_heads, latent.rotary_dim, latent.plain_dim, latent.value_dim, latent.rank
     mine, _ = c.own_heads
 
     def of_heads(w: Tensor) -> Tensor:
-        """Those of this process: [heads, rows of one, columns]."""
+        """This process's heads: [heads, rows of one, columns]."""
         if w.dim() != 2:
             raise ValueError(
                 "stored codes of latent attention cannot be rearranged; give the unquantized model, and dtype int8 or int4"
@@ -607,7 +605,7 @@ _DENSE = "gate_proj up_proj down_proj"
 
 
 class _OwnExpert(NamedTuple):
-    """What this process has of an expert."""
+    """The part of an expert that this process holds."""
 
     inner: slice  # rows of gate and up
     out: slice  # rows of down

@@ -1,7 +1,7 @@
 """The native CPU forward: a whole step of a transformer in one C call (ops/csrc/forward.c), weights packed once at load.
 
-`NativeDecoder` is a `core.Runner`. It owns the packed weights and the paged KV cache, whose layout is the kernel's: keys of a block
-are transposed, so that 16 positions are one vector, in bf16 of pairs (csrc/decoder.h). A logit has the same bits for every
+`NativeDecoder` is a `core.Runner`. It owns the packed weights and the paged KV cache in the kernel's layout: a block's keys are
+transposed, so that 16 positions form one vector, in pairs for bf16 (csrc/decoder.h). A logit has the same bits for every
 composition of the batch, for every split of the prompt into chunks, and whether its prefix was computed or cached.
 """
 
@@ -52,11 +52,11 @@ from slipstream.ops.matrices import (
 from slipstream.ops.pages import Pool, free_pages
 from slipstream.ops.team import MAX_THREADS, Team
 
-# Fields of the C structs that have the name, and the value, of one of `TransformerConfig` and of `RoutedExperts`.
+# Fields of the C structs whose name and value are those of a field of `TransformerConfig` or `RoutedExperts`.
 _OF_CONFIG = (*("hidden_size", "intermediate_size", "head_dim", "value_dim"), *("norm_eps", "attn_softcap", "logit_softcap"))
 _OF_EXPERTS = ("num", "top_k", "normalize", "num_groups", "top_groups", "scale", "shared_size")
 # As in csrc/decoder.h.
-_ROWS = 6  # of a tile
+_ROWS = 6  # rows of a tile
 _MAX_EXPERTS = 512  # including the shared one
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _RESIDUALS = ("before", "after", "parallel")
@@ -143,11 +143,11 @@ class _Batch(ctypes.Structure):
     )
 
 
-_Adapters = tuple["array[int]", "array[int]"]  # the address of each row's, or 0; the first rows of tiles of one, and the last's end
+_Adapters = tuple["array[int]", "array[int]"]  # adapter address or 0 of each row; first rows of tiles of one adapter, and the end
 
 
 def why_not(config: TransformerConfig) -> str | None:
-    """Why the native forward cannot run this model; None if it can."""
+    """Return the reason that the native forward cannot run this model, or None if it can."""
     library = build.load()
     if library.kernels is None:
         return library.reason
@@ -168,15 +168,15 @@ def why_not(config: TransformerConfig) -> str | None:
 
 
 def _scratch_widths(config: TransformerConfig) -> dict[str, tuple[int, torch.dtype]]:
-    """Pointers of `_Batch` to scratch memory: elements per row of the batch, and their type."""
+    """Pointers of `_Batch` to scratch memory -> (elements per row of the batch, their dtype)."""
     routed = [layer.experts for layer in config.layers if layer.experts is not None]
     inner = max((max(experts.intermediate_size, experts.shared_size) for experts in routed), default=0)
-    places = max((experts.top_k + 1 for experts in routed), default=1)  # of a row in the experts' lists
+    places = max((experts.top_k + 1 for experts in routed), default=1)  # entries that a row has in the experts' lists
     hidden, values = config.hidden_size, config.num_heads * config.value_dim
     queries, keys = (own.stop - own.start for own in config.own_heads)
     latent = config.latent or NO_LATENT
     narrow = queries * (latent.plain_dim + latent.rotary_dim)
-    # Of one head at a time, codes are padded to whole groups.
+    # For each head separately, codes are padded to whole groups.
     of_heads = queries * max(size + -size % CODES for size in (latent.plain_dim, latent.rank))
     outer = max(hidden, config.embed_size)
     widest = max(outer, config.intermediate_size, values, inner, latent.q_rank, narrow, of_heads)
@@ -211,13 +211,13 @@ def _scratch_widths(config: TransformerConfig) -> dict[str, tuple[int, torch.dty
 
 
 def _form(m: Matrix) -> tuple[Any, ...]:
-    """What matrices that are packed together have in common."""
+    """The properties that matrices packed together must share."""
     record = record_of(m)
     return record.num_columns, record.num_features, record.type, record.group
 
 
 def _packed_nbytes(parts: Sequence[Matrix]) -> int:
-    """The most that `NativeDecoder._packed` writes for matrices that are packed together, in whole lines."""
+    """The most bytes that `NativeDecoder._packed` writes for matrices packed together, in whole lines."""
     tables = tables_of(parts[0]).values()
     return sum(-(-table.panel_nbytes * table.num_panels(len(parts)) * len(parts) // LINE) * LINE for table in tables)
 
@@ -236,7 +236,6 @@ def _fill_bias(record: MatrixRecord, part: int, num_parts: int, weight: Matrix) 
 
 
 def _heads(matrix: Matrix, num: int) -> list[Matrix]:
-    """The rows of each of `num` heads."""
     if isinstance(matrix, Tensor):
         return list(matrix.chunk(num))
     return [type(matrix)(*parts) for parts in zip(*(part.chunk(num) for part in matrix), strict=True)]
@@ -266,10 +265,10 @@ class NativeDecoder:
         ranks: ServingRanks | None = None,
         keeps: bool = True,
     ) -> None:
-        """`keeps`: whether keys and values outlive their layer; without, only `hidden` may be called. `expert_nbytes`: memory for
-        experts, the others are on disk (`expert_store`); None: all are in memory. `memory`: of weights whose layers are read one by
-        one (`weights.read_layer`); those beyond it are on disk (`layer_store`). `ranks`: the processes that compute the parts of
-        the model (`config.part`); creating it is collective then."""
+        """`keeps`: whether keys and values outlive their layer; if not, only `hidden` may be called. `expert_nbytes`: memory for
+        experts, the others are on disk (`expert_store`); None: all are in memory. `memory`: for weights whose layers are read one
+        by one (`weights.read_layer`); those that do not fit are on disk (`layer_store`). `ranks`: the processes that compute the
+        model's parts (`config.part`); the constructor is then collective."""
         reason = why_not(config)
         if reason is not None:
             raise ValueError(f"the native forward cannot run this model: {reason}")
@@ -285,13 +284,13 @@ class NativeDecoder:
         # Zeros: masked positions add 0 * value, so their values must be finite.
         self.keys = untouched_zeros(shape, cache_dtype)
         self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
-        self._tensors: list[Tensor] = []  # memory that the C structs point to
-        # By role: writes a weight where the structs have it. None refers to the decoder: its end frees its memory at once.
+        self._tensors: list[Tensor] = []  # keeps alive the memory that the C structs point to
+        # Role -> function that overwrites a weight. None references the decoder, so that memory is freed at once at its end.
         self._puts: dict[str, Callable[[Matrix], object]] = {}
-        self._pool = Pool()  # of the matrices among them
-        self._into: Callable[[int], Tensor] | None = None  # memory for the matrices of a layer that is packed; None: of the pool
+        self._pool = Pool()  # memory of packed matrices
+        self._into: Callable[[int], Tensor] | None = None  # allocates for the layer being packed; None: the pool does
         self.layer_store: LayerStore | None = None
-        self._stops = [0, len(config.layers)]  # the layers of a forward's calls, each of which ends with a stored one
+        self._stops = [0, len(config.layers)]  # layer ranges of a forward's calls; each call ends with a stored layer
         self._embed_is_own = False
         self.store: ExpertStore | None = None
         self._first_stored = list(accumulate((len(layer.experts) for layer in weights.layers), initial=0))
@@ -318,9 +317,9 @@ class NativeDecoder:
         """Allocate the scratch memory that all processes fill."""
         config = self.config
         widths = {name: 4 * self._widths.pop(name)[0] for name in [*self._widths] if name.startswith("expert_")}
-        if "expert_out" in widths:  # two, taken in turn
+        if "expert_out" in widths:  # two, used in turn
             ranks.record.turn_size, widths["expert_out"] = ranks.max_rows * widths["expert_out"] // 4, 2 * widths["expert_out"]
-        blocks = -(-config.max_context // PANEL) + 1  # of a sequence
+        blocks = -(-config.max_context // PANEL) + 1  # blocks of a sequence
         numbers = {"threads": self.threads, "message_nbytes": 4 * (ranks.max_rows * (7 + blocks) + 2 * self.num_blocks + 16)}
         if config.part.tp_size == 1:
             return ranks.share(widths, **numbers)
@@ -338,7 +337,7 @@ class NativeDecoder:
 
     @property
     def _own_codes(self) -> bool:
-        """Whether each process quantizes its own columns: they are in memory of all, and no group is of two processes."""
+        """Whether each process quantizes its own columns: they are in shared memory, and no group spans two processes."""
         config, ranks = self.config, self.ranks
         if ranks is None or config.part.tp_size == 1 or not ranks.on_one_host:
             return False
@@ -354,7 +353,7 @@ class NativeDecoder:
         return tensor.data_ptr()
 
     def _vector(self, role: str, tensor: Tensor | None, stored: Callable[[Tensor], Tensor] = _whole) -> int | None:
-        """The address of a copy in fp32. `stored`: the weight -> what is kept of it."""
+        """The address of a copy in fp32. `stored`: converts the weight to the form that is kept."""
         return None if tensor is None else self._vectors({role: tensor}, stored)
 
     def _vectors(self, by_role: Mapping[str, Tensor], stored: Callable[[Tensor], Tensor]) -> int:
@@ -366,13 +365,13 @@ class NativeDecoder:
         return self._keep(kept)
 
     def _norm(self, weights: DecoderWeights | LayerWeights, name: str, at: str = "", times: int = 1) -> _Norm:
-        """`times`: how often it is in memory."""
+        """`times`: how many copies lie one after the other."""
         offset, bias = self.config.norm_offset, getattr(weights, f"{name}_bias")
         weight = self._vector(at + name, getattr(weights, name), lambda weight: (weight + offset).repeat(times))
         return _Norm(weight, self._vector(f"{at}{name}_bias", bias, lambda bias: bias.repeat(times)))
 
     def _head_norm(self, weights: LayerWeights, name: str, at: str) -> _Norm:
-        """The weights of every head of this process."""
+        """The weights for every head of this process."""
         times = 1 if self.config.qk_norm == "whole" else self._num_heads if name[0] == "q" else self._num_kv_heads
         norm, offset = self._norm(weights, name, at, times), self.config.norm_offset
         if own := {f"{at}{name}s.{head}": weight for head, weight in enumerate(getattr(weights, f"{name}s"))}:
@@ -383,7 +382,7 @@ class NativeDecoder:
         return MatrixRecord() if matrix is None else self._packed({role: (matrix, bias)})
 
     def _head(self, weights: DecoderWeights) -> MatrixRecord:
-        """Empty without a head, and in processes that compute no logits."""
+        """An empty record without a head, and in processes that compute no logits."""
         if not (self.config.part.has_head and self.config.has_head):
             return MatrixRecord()
         return self._matrix("head", weights.embed if weights.head is None else weights.head, weights.head_bias)
@@ -394,7 +393,7 @@ class NativeDecoder:
             return list(pool.map(self._layer, range(len(self.config.layers)), weights.layers)), head.result()
 
     def _read_layers(self, weights: DecoderWeights, memory: WeightMemory) -> list[_LayerRecord]:
-        """Read and pack one layer after the other, into memory or the store. Raises ValueError before the first."""
+        """Read and pack layers one by one, into memory or the store. Raises ValueError before it reads the first."""
         sizes, read = [self._layer_nbytes(layer) for layer in weights.layers], weights.read_layer or weights.layers.__getitem__
         tables = [table for table in (weights.embed, weights.positions, weights.token_types) if isinstance(table, Tensor)]
         packed = [m for m in (weights.embed_in, weights.embed_out) if m is not None]
@@ -406,7 +405,7 @@ class NativeDecoder:
         if not stored:
             return [self._layer(index, read(index)) for index in range(len(sizes))]
         self.layer_store, records = LayerStore([sizes[i] for i in stored], memory.folder), []
-        self._stops = [0, *(i + 1 for i in stored)]  # the last layer is among them
+        self._stops = [0, *(i + 1 for i in stored)]  # the last layer is always stored
         for index in range(len(sizes)):
             with self.layer_store.packing(stored.index(index)) if index in stored else nullcontext() as self._into:
                 records.append(self._layer(index, read(index)))
@@ -415,7 +414,7 @@ class NativeDecoder:
         return records
 
     def _layer_nbytes(self, layer: LayerWeights) -> int:
-        """The most that a layer's matrices need when they are packed."""
+        """The most bytes that a layer's matrices take when packed."""
         num = 1 if self.config.latent is None else self._num_heads
         parts = (layer.q, layer.out, layer.latent, layer.q_latent, *_heads(layer.k, num), *_heads(layer.v, num))
         mlps = (layer.mlp, layer.shared, *layer.experts)
@@ -435,7 +434,7 @@ class NativeDecoder:
     def _packed(
         self, by_role: Mapping[str, tuple[Matrix, Tensor | None]], allocate: Callable[[int], Tensor] | None = None
     ) -> MatrixRecord:
-        """Pack one matrix with its bias, or two of one shape and type with alternating panels (gate and up). `allocate`: default:
+        """Pack one matrix with its bias, or two of one shape and type with alternating panels (gate and up). `allocate` defaults to
         kept memory, in which `put` writes."""
         parts, biases = zip(*by_role.values(), strict=True)
         assert len(set(map(_form, parts))) == 1, "matrices that are packed together have one shape and type"
@@ -454,7 +453,7 @@ class NativeDecoder:
         return packed
 
     def _panels(self, tables: Sequence[Table], allocate: Callable[[int], Tensor] | None = None) -> int:
-        """Pack tables of one shape into alternating panels. Returns the address."""
+        """Pack tables of one shape into alternating panels. Returns their address."""
         size, num_panels = tables[0].panel_nbytes, tables[0].num_panels(len(tables))
         nbytes = num_panels * len(tables) * size
         panels = self._pool.empty(nbytes) if allocate is None else allocate(nbytes)
@@ -463,7 +462,7 @@ class NativeDecoder:
         return self._keep(panels) if allocate is None else panels.data_ptr()
 
     def _stored(self, store: ExpertStore, number: int, mlp: Mlp) -> tuple[MatrixRecord, MatrixRecord]:
-        """Write an expert to the store's file. Returns gate_up and down, whose pointers are offsets there."""
+        """Write an expert to the store's file. Returns gate_up and down; their pointers are offsets in the file."""
         tables: list[Tensor] = []
 
         def allocate(nbytes: int) -> Tensor:
@@ -480,7 +479,6 @@ class NativeDecoder:
         return records
 
     def _mlp(self, at: str, mlp: Mlp) -> tuple[MatrixRecord, MatrixRecord]:
-        """Gate and up, and down."""
         return self._gate_up(at, mlp), self._matrix(f"{at}down", mlp.down, mlp.down_bias)
 
     def _gate_up(self, at: str, mlp: Mlp, allocate: Callable[[int], Tensor] | None = None) -> MatrixRecord:
@@ -570,11 +568,11 @@ class NativeDecoder:
 
     @property
     def _num_turns(self) -> int:
-        """The positions of a table of rotary embeddings: as many as both context and cache have."""
+        """The number of positions in a table of rotary embeddings: those that both context and cache can hold."""
         return min(self.max_context, self.num_blocks * PANEL)
 
     def _turn(self, num_tokens: int) -> int:
-        """The row of the tables of `rope_table` that the first position of a text of so many tokens has."""
+        """The row of `rope_table`'s tables for the first position of a text of `num_tokens` tokens."""
         return self._num_turns if num_tokens > self.short_context else 0
 
     def _decoder(self, weights: DecoderWeights, head: MatrixRecord) -> _Decoder:
@@ -583,7 +581,7 @@ class NativeDecoder:
         if isinstance(embed, Tensor):
             self._embed = embed = embed.detach().contiguous()
             placed: dict[str, Any] = {"embed": embed.data_ptr(), "embed_type": TYPES[embed.dtype], "num_tokens": len(embed)}
-        else:  # a tied head's panels are the embedding's
+        else:  # a tied head shares the embedding's panels
             own = head if weights.head is None and head.data else self._matrix("embed", embed)
             placed = {"embed_codes": ctypes.pointer(own), "num_tokens": len(embed.q)}
         heads, keys = config.own_heads
@@ -631,7 +629,7 @@ class NativeDecoder:
         )
 
     def _added(self, weights: DecoderWeights) -> dict[str, int | None]:
-        """What is added to embeddings. Where positions are not one after the other, they are types."""
+        """The vectors added to embeddings. Positions that are not consecutive are passed as token types."""
         positions, types, offset = weights.positions, weights.token_types, self.config.position_offset
         if positions is not None and types is not None and self.config.pad_token >= 0:
             return {"token_types": self._vector("positions", positions, lambda weight: weight + types[0].float())}
@@ -655,7 +653,7 @@ class NativeDecoder:
             free_pages(tensor)
 
     def _put_embedding(self, weight: Tensor) -> None:
-        """The first time, allocates memory: the old embedding may be mapped from a file or be a live model's."""
+        """The first call allocates memory, because the old embedding may be mapped from a file or belong to a live model."""
         if not self._embed_is_own:
             self._embed, self._embed_is_own = torch.empty_like(self._embed), True
             self._model.embed = self._embed.data_ptr()
@@ -664,7 +662,7 @@ class NativeDecoder:
     # -- running --
 
     def _allocate(self, rows: int, num_logits: int) -> None:
-        """Grow the scratch memory to batches of `rows` rows, and the logits to `num_logits`."""
+        """Grow the scratch memory to `rows` rows, and the logits to `num_logits`."""
         if rows > self._rows:
             assert self.ranks is None or rows <= self.ranks.max_rows, "batches are within the token budget"
             scratch = {name: torch.empty(rows * width, dtype=dtype) for name, (width, dtype) in self._widths.items()}
@@ -676,7 +674,7 @@ class NativeDecoder:
             self._batch.logits = self._logits.ctypes.data
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, (from, to), one after the other."""
+        """Copy blocks (from, to), one after the other."""
         for source, target in pairs:
             self.keys[:, target] = self.keys[:, source]
             self.values[:, target] = self.values[:, source]
@@ -684,7 +682,7 @@ class NativeDecoder:
     def rows(self, x: Tensor, length: int) -> Tensor:
         """Run embeddings, fp32 [sequences * length, hidden], through the layers, each sequence from position 0 on.
 
-        Overwrites the cache's first blocks, so it is for a decoder that serves no requests.
+        Overwrites the cache's first blocks, so use it only with a decoder that serves no requests.
         """
         blocks = -(-length // PANEL)
         num = len(x) // length
@@ -707,8 +705,8 @@ class NativeDecoder:
         return torch.from_numpy(self._logits[: len(x)]).clone()
 
     def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """The last layer's outputs after the final norm, fp32 [tokens of all texts, hidden], from position 0 on. `types`: of their
-        tokens. For a model without a head, whose cache holds all these tokens: the cache's blocks are overwritten."""
+        """Return the last layer's outputs after the final norm, fp32 [tokens of all texts, hidden], from position 0 on. `types`: of
+        their tokens. For a model without a head whose cache holds all these tokens; the cache's blocks are overwritten."""
         first_row = array("i", accumulate(map(len, texts), initial=0))
         turns = array("i", (self._turn(len(text)) for text in texts))
         table_at = array("i", accumulate((-(-len(text) // PANEL) for text in texts), initial=0))
@@ -725,7 +723,7 @@ class NativeDecoder:
         return self._scratch["normed"][: len(ids) * self.config.hidden_size].view(len(ids), -1).clone()
 
     def _adapters(self, batch: Batch) -> _Adapters | None:
-        """None if no row has one."""
+        """None if no row has an adapter."""
         used = [chunk.request.adapter for chunk in batch.chunks if chunk.request.adapter is not None]
         if not used:
             return None
@@ -742,7 +740,7 @@ class NativeDecoder:
         return rows, tiles
 
     def _run_rows(self, x: Tensor, numbers: Sequence[Iterable[int]]) -> None:
-        """`numbers`: `_NUMBERS` without the ids. Row i of `x` is used as the embedding of token i."""
+        """`numbers`: `_NUMBERS` without the ids. Row i of `x` replaces the embedding of token i."""
         x = x.contiguous()
         model = self._model
         saved = model.embed, model.embed_codes, model.embed_type, model.embed_scale
@@ -769,7 +767,7 @@ class NativeDecoder:
 
     @property
     def generate(self) -> Generate | None:
-        """As `core.Runner.generate`. Several processes, and weights on disk, need this process between two steps."""
+        """As `core.Runner.generate`; None with several processes or weights on disk, which need this process between two steps."""
         return self._generate if self.ranks is None and self.store is None and self.layer_store is None else None
 
     def _generate(self, batch: Batch, draws: Draws, stop: ctypes.c_int32) -> list[list[int]]:
@@ -790,13 +788,13 @@ class NativeDecoder:
         return [tokens[step * num : (step + 1) * num].tolist() for step in range(steps.done)]
 
     def follow(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> None:
-        """Compute this process's part of a forward of rank 0: `numbers` are `_NUMBERS`, and types of tokens, if there are any."""
+        """Compute this process's part of a forward of rank 0. `numbers`: `_NUMBERS`, and token types if there are any."""
         self.copy(copies)
         *of_rows, types = numbers
         self._run(*of_rows, types=types or None)
 
     def _place(self, *numbers: array[int], types: array[int] | None = None, adapters: _Adapters | None = None) -> None:
-        """Make `_NUMBERS`, types of tokens (None: all 0) and `_adapters` the inputs of the next call, which they outlive."""
+        """Make `_NUMBERS`, token types (None: all 0) and `_adapters` the inputs of the next call. They must outlive the call."""
         ids, _, start, *_, logit_rows = numbers
         self._allocate(len(ids), len(logit_rows))
         record = self._batch
@@ -810,7 +808,7 @@ class NativeDecoder:
             record.num_tiles = len(adapters[1]) - 1
 
     def _run(self, *numbers: array[int], types: array[int] | None = None, adapters: _Adapters | None = None) -> None:
-        """Run one forward, with the values of `_place`."""
+        """Run one forward; arguments as in `_place`."""
         self._place(*numbers, types=types, adapters=adapters)
         record = self._batch
         store = self.layer_store

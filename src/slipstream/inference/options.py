@@ -1,4 +1,4 @@
-"""Options of a call by their names here and in other libraries: honored, of a missing feature, or without effect."""
+"""Options of a call, by their names here and in other libraries: honored, refused (a missing feature), or without effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.config.huggingface import read_object
 
 logger = logging.getLogger(__name__)
 
-# option of a missing feature -> the values that ask for nothing, and what to do
+# option of a missing feature -> (values that do not request it, what to do instead)
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 _REQUESTS = ("ep_size", "tp_size", "enabled", "stage")  # the key of a block that holds the requested value
 
@@ -30,10 +30,10 @@ def read_options(
     aliases: Mapping[str, str] | None = None,
     unknown: type[Exception] = ValueError,
 ) -> dict[str, Any]:
-    """The options of all sources that are not None, by `names`; these go before the others. What is set of `idle`, option -> why,
-    is logged once for each reason.
+    """Merge the options of all sources that are not None; those in `names` come first. `idle`: option -> the reason that it has no
+    effect; those that are set are logged once per reason.
 
-    Raises `unknown` for an option that there is not, ValueError for one of `refused` and for two values of one.
+    Raises `unknown` for an unknown option, and ValueError for one of `refused` or for an option with two values.
     """
     refused, idle, aliases, names = refused or {}, idle or {}, aliases or {}, [*names]
     options: dict[str, Any] = {}
@@ -59,12 +59,12 @@ def read_options(
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The options of a dictionary, or of a JSON file. Raises ValueError."""
+    """Return the options of a dictionary or of a JSON file. Raises ValueError."""
     return config if isinstance(config, Mapping) else read_object(Path(config))
 
 
 def check_int(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:
-    """Check an integer, numpy's included, and return it as an int. Raises TypeError or ValueError."""
+    """Check an integer (numpy's included) and return it as an int. Raises TypeError or ValueError."""
     bounds = f"of {least} or more" if most == sys.maxsize else f"from {least} to {most}"
     message = f"{name} is {value!r:.200}; it must be a whole number {bounds}"
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -75,7 +75,7 @@ def check_int(name: str, value: Any, least: int, most: int = sys.maxsize) -> int
 
 
 def suggestion(word: str, names: Iterable[str]) -> str:
-    """The end of an error message: the known name closest to `word`, or all of them."""
+    """The end of an error message: the known name closest to `word`, or all names."""
     names = sorted(names)
     match = difflib.get_close_matches(word, names, n=1)
     return f"did you mean {match[0]}?" if match else f"it has {', '.join(names)}"

@@ -1,5 +1,5 @@
-"""Modules that are neither served nor embed (ViT, T5, Whisper, one's own network): `init_inference` computes their outputs, with
-the linear layers of `slipstream.quantize`.
+"""Modules that neither generate nor embed (ViT, T5, Whisper, a custom network): `init_inference` computes their outputs, with the
+linear layers of `slipstream.quantize`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from slipstream.inference import generic, precision
 from slipstream.inference.models import is_encoder
 from slipstream.quantized import quantize
 
-_KINDS = {"int8": "int8", "int4": "int4", "bfloat16": "bf16"}  # dtypes whose products have kernels
+_KINDS = {"int8": "int8", "int4": "int4", "bfloat16": "bf16"}  # dtypes with kernels for linear layers
 
 
 def gives_outputs_only(model: nn.Module) -> bool:
-    """Whether it is no encoder and, as far as transformers can tell, no decoder."""
+    """Whether the model is no encoder and, as far as transformers can tell, no decoder."""
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "can_generate") or not hasattr(config, "model_type"):
         return True
@@ -29,7 +29,7 @@ def gives_outputs_only(model: nn.Module) -> bool:
 
 
 def opened(model: nn.Module, kind: str, place: torch.device, group_size: int) -> nn.Module:
-    """A copy in `kind` (of `precision.DTYPES`), which shares the tensors that stay as they are."""
+    """A copy in `kind` (of `precision.DTYPES`) that shares the unconverted tensors."""
     own: nn.Module = generic.shared_copy(model)
     if kind in precision.FLOATS:
         generic.cast(own, precision.FLOATS[kind])
@@ -38,7 +38,7 @@ def opened(model: nn.Module, kind: str, place: torch.device, group_size: int) ->
 
 
 class OutputsEngine:
-    """What `InferenceEngine` needs of an engine. It refuses what needs answers."""
+    """What `InferenceEngine` needs of an engine. Methods that would generate raise."""
 
     tokenizer = None
     runner = None
@@ -49,10 +49,10 @@ class OutputsEngine:
         self.model_name = model_name
 
     def start(self) -> None:
-        """Nothing: calls compute in their own threads."""
+        """Nothing to start: calls compute in their own threads."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to free."""
 
     def _refuse(self, *args: Any, **more: Any) -> NoReturn:
         raise ValueError(

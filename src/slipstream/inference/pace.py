@@ -41,8 +41,8 @@ class Pace:
             self._new, self._rates = 0, _fitted([one for bucket in self._recent.values() for one in bucket])
 
     def max_tokens(self, seconds: float, size: ForwardSize, context: int, most: int) -> int:
-        """How many tokens, at most `most`, a forward of `seconds` computes: those of `size`, and the rest of a prompt, of which
-        `context` tokens are computed. 0 if no forward is known."""
+        """How many tokens, at most `most`, a forward of `seconds` can compute: those of `size`, plus more of a prompt that has
+        `context` computed tokens. 0 if no forward is known."""
         line = self._line()
         if not line:
             return 0
@@ -55,7 +55,7 @@ class Pace:
         return max(0, bisect_left(range(1, most + 1), True, key=exceeded))
 
     def seconds(self, size: ForwardSize) -> float:
-        """The usual time of a forward, from the nearest known bucket that is not above its tokens; 0 if there is none."""
+        """The usual time of a forward, by the nearest known bucket that does not exceed its tokens; 0 if there is none."""
         known = [bits for bits in self._recent if bits <= size.tokens.bit_length()]
         if not known:
             return 0.0
@@ -63,21 +63,21 @@ class Pace:
         return times[len(times) // 2] + self._rest(size)
 
     def per_token(self) -> float:
-        """Seconds of a token where it takes the least; 0 if no forward is known."""
+        """Seconds per token at the fastest number of tokens; 0 if no forward is known."""
         buckets = (sorted((self._own(*one), one[1].tokens) for one in bucket) for bucket in self._recent.values())
         usual = (bucket[len(bucket) // 2] for bucket in buckets)
         return min((seconds / tokens for seconds, tokens in usual), default=0.0)
 
     def _rest(self, size: ForwardSize) -> float:
-        """Beside what its tokens take."""
+        """The time for rows and positions."""
         return self._rates[0] * size.rows + self._rates[1] * size.positions
 
     def _own(self, seconds: float, size: ForwardSize) -> float:
-        """What its tokens took."""
+        """The time for tokens."""
         return max(0.0, seconds - self._rest(size))
 
     def _line(self) -> list[tuple[int, float]]:
-        """Tokens and their seconds, both rising, of each bucket."""
+        """(tokens, seconds) of each bucket, both ascending."""
         if self._known is not None:
             return self._known
         line: list[tuple[int, float]] = []
@@ -90,7 +90,7 @@ class Pace:
 
 
 def _at(line: list[tuple[int, float]], tokens: int) -> float:
-    """Between two known points, or in proportion to the last."""
+    """Interpolate between two known points; beyond the last, in proportion to it."""
     before = (0, 0.0)
     for point in line:
         if tokens <= point[0]:
@@ -100,7 +100,7 @@ def _at(line: list[tuple[int, float]], tokens: int) -> float:
 
 
 def _fitted(forwards: list[tuple[float, ForwardSize]]) -> tuple[float, float]:
-    """The rates of rows and positions, neither below 0. Errors count in proportion to the time."""
+    """The rates of rows and positions, at least 0. Errors are weighed relative to each forward's time."""
     seconds = np.array([one for one, _ in forwards])
     columns = np.array([(1, *size) for _, size in forwards], dtype=float) / seconds[:, None]
     used = [0, 1, 2, 3]

@@ -1,8 +1,8 @@
 """The precision in which a model is opened: by name or, for a quantized file, by rule.
 
 [Note: The rule] Blocks of few bits are a format for distribution. Computing with them directly, with activations in 8 bits, lowers
-the quality of small models. So if such a file fits easily, it is opened in bf16 if that is fast, else in int8. The 4-bit blocks of
-the file are kept for "stored", and if the model does not fit easily.
+the quality of small models. So if such a file fits easily, it is opened in bf16 if that is fast, else in int8. The file's 4-bit
+blocks are kept for "stored", and if the model does not fit easily.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SMALL = 512 << 20  # bytes; small models are fast enough in bf16 on any CPU, an
 
 
 class Opening(NamedTuple):
-    """The precision of a model and the reason for it, and how much of it is read."""
+    """The precision of a model and the reason for it, and the part of the model to read."""
 
     kind: str  # of DTYPES, but not "auto"
     why: str = ""  # for the log; "" if it was requested
     group: int = 32  # weights per scale of int4
-    cut: Callable[[TransformerConfig], TransformerConfig] | None = None  # to what this process opens; None: all
-    by_layer: bool = False  # a layer is read when it is packed
-    devices: int = 1  # that hold the model together
+    cut: Callable[[TransformerConfig], TransformerConfig] | None = None  # to this process's part; None: all
+    by_layer: bool = False  # a layer is only read when it is packed
+    devices: int = 1  # number of devices that hold the model together
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> str:
@@ -47,12 +47,11 @@ def parse_dtype(dtype: torch.dtype | str | None) -> str:
 
 
 def short(kind: str) -> str:
-    """The short name: bf16 for bfloat16."""
     return _SHORT.get(kind, kind)
 
 
 def choose(num_weights: int, keeps: bool, device: torch.device) -> tuple[str, str]:
-    """The kind for a file of quantized blocks, see [Note: The rule], and why. `keeps`: whether most of them can be kept."""
+    """The kind in which to open a file of quantized blocks ([Note: The rule]), and why. `keeps`: most blocks can be kept."""
     free = free_memory(device)
     wide, limit = 2 * num_weights, free * _EASILY[device.type]
     fast = device.type == "cuda" or cpu.isa() in ("avx512bf16", "avx512vnni", "")  # "": torch computes

@@ -1,10 +1,11 @@
-"""Weights that other tools have quantized, in safetensors: GPTQ, AWQ, compressed-tensors and fp8.
+"""Weights quantized by other tools, in safetensors: GPTQ, AWQ, compressed-tensors and fp8.
 
 `restored` maps a file's names to the model's: the parts of a matrix (`q_proj.qweight`, `.qzeros`, `.scales`) form `q_proj.weight`.
-4-bit codes are kept as `Int4`, w = q * scale + low with low = -zero * scale, and int8 ones as `Int8`, both exactly. Other matrices
-become tensors: fp8 with its scales multiplied in, and codes whose order of groups (`g_idx`, act-order) `Int4` cannot express.
+Two kinds are kept exactly: 4-bit codes as `Int4`, w = q * scale + low with low = -zero * scale, and int8 codes as `Int8`. Other
+matrices become tensors: fp8 after multiplication with its scales, and codes with an order of groups (`g_idx`, act-order) that
+`Int4` cannot express.
 
-Layouts: a *word* is an int32 of 8 codes, the first in the lowest 4 bits, so its 4 bytes are those of `Int4`.
+Layout: a *word* is an int32 of 8 codes, the first in the lowest 4 bits, so its 4 bytes are those of `Int4`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from slipstream.ops.matrices import Int4, Int8, Matrix, dequantize, unpack
 __all__ = ["Restored", "restored"]
 
 _METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the code in a word of each of 8 neighboring columns
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # for each of 8 neighboring columns: its code's place in a word
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Parts that belong to a matrix or to activations, beside the one that a method is recognized by.
+# Parts of a matrix or of activations, besides the part that identifies a method.
 _PARTS = (
     *("qzeros", "scales", "g_idx", "bits", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale"),
@@ -32,23 +33,23 @@ _PARTS = (
 
 class Restored(NamedTuple):
     readers: Mapping[str, Callable[[], Matrix]]  # by the model's names
-    kind: str  # for the description; "" if all matrices are kept as they are
+    kind: str  # for the description; "" if all matrices are kept unchanged
 
 
 class _Codes(NamedTuple):
-    """A matrix in 4 bits."""
+    """A 4-bit matrix."""
 
     packed: Tensor  # as `Int4.q`
     scale: Tensor  # [out, groups]
-    zero: Tensor  # likewise, whole numbers
-    group_of: Tensor | None  # [in]; None: the file's configuration says how many follow each other
+    zero: Tensor  # [out, groups], whole numbers
+    group_of: Tensor | None  # [in]; None: groups are consecutive, of a size in the file's configuration
 
 
 def restored(state: Mapping[str, Tensor], quantization: Mapping[str, Any], *, keep: bool, dtype: torch.dtype) -> Restored:
-    """Readers of the model's weights. `state`: those of the file, each read at access. `keep`: 4-bit and int8 matrices stay so if
-    that is exact; else, and where it is not, they are tensors of `dtype`.
+    """Readers of the model's weights. `state`: the file's tensors, each read at access. `keep`: keep 4-bit and int8 matrices where
+    that is exact; all others become tensors of `dtype`.
 
-    Raises ValueError for a method or layout that is not read."""
+    Raises ValueError for an unsupported method or layout."""
     _check(quantization)
     by_method: dict[str, Callable[[Mapping[str, Tensor], str], _Codes]] = {
         "gptq": partial(_gptq, less=quantization.get("checkpoint_format") != "gptq_v2"),
@@ -100,7 +101,7 @@ def _check(quantization: Mapping[str, Any]) -> None:
 
 
 def _in_order(group_of: Tensor) -> bool:
-    """Whether groups are of one size, one after the other."""
+    """Whether groups are consecutive and of equal size."""
     if group_of.dim() != 1 or not len(group_of):
         return False
     size = int((group_of == group_of[0]).sum())
@@ -120,13 +121,12 @@ def _nibbles(words: Tensor) -> Tensor:
 
 
 def _zeros(words: Tensor | None, scale: Tensor) -> Tensor:
-    """[groups, out / 8] -> [out, groups]; without any, codes are symmetric."""
+    """[groups, out / 8] -> [out, groups]. None: codes are symmetric."""
     return torch.full_like(scale, 8.0) if words is None else _nibbles(words).T.float()
 
 
 def _group_sizes(quantization: Mapping[str, Any]) -> list[int]:
-    """Features that share a scale, one after the other, as the configuration says; below 1: all of a row. compressed-tensors may
-    have several sizes."""
+    """Consecutive features per scale, from the configuration; below 1: whole rows. Only compressed-tensors has several."""
     weights = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
     sizes = [-1 if one.get("strategy") in ("channel", "tensor") else one.get("group_size") for one in weights]
     sizes += [quantization.get("group_size"), quantization.get("q_group_size")]
@@ -134,14 +134,14 @@ def _group_sizes(quantization: Mapping[str, Any]) -> list[int]:
 
 
 def _in_sequence(features: int, groups: int, sizes: list[int]) -> Tensor | None:
-    """The group of each feature; the last group may be smaller. None: no size makes so many groups, or several do."""
+    """The group of each feature; the last group may be smaller. None: no size, or more than one, gives that number of groups."""
     found = {size if size > 0 else features for size in sizes} or {features // max(groups, 1)}
     found = {size for size in found if size and -(-features // size) == groups}
     return torch.arange(features) // found.pop() if len(found) == 1 else None
 
 
 def _gptq(state: Mapping[str, Tensor], module: str, less: bool) -> _Codes:
-    """qweight [in / 8, out], words along in; qzeros [groups, out / 8], each a zero, `less` 1 in the first format."""
+    """qweight [in / 8, out], words along in; qzeros [groups, out / 8], zeros less `less` (1 in the first format)."""
     words, scale = state[f"{module}.qweight"], state[f"{module}.scales"].float().T
     packed = _bytes(words).view(*words.shape, 4).transpose(0, 1).reshape(words.shape[1], -1)
     zero = _zeros(state[f"{module}.qzeros"], scale) + less
@@ -197,12 +197,12 @@ def _matrix(
     if not _in_order(group_of):
         return ((unpack(packed) - zero[:, group_of]) * scale[:, group_of]).to(dtype)
     codes = Int4(*(part.contiguous() for part in (packed, scale, -zero * scale)))
-    whole = (features // groups) % 32 == 0  # as the kernels need it
+    whole = (features // groups) % 32 == 0  # required by the kernels
     return codes if keep and whole else dequantize(codes).to(dtype)
 
 
 def _block(quantization: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale of fp8, where these are blocks."""
+    """Rows and columns of a block that shares an fp8 scale, if scales are per block."""
     groups = (group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values())
     sizes = [quantization.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
     match size := next((size for size in sizes if size), (128, 128)):
@@ -212,7 +212,7 @@ def _block(quantization: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _scaled(state: Mapping[str, Tensor], module: str, block: tuple[int, int], keep: bool, dtype: torch.dtype) -> Matrix:
-    """fp8 or int8 codes, and a scale for all, for each row, or for each block."""
+    """fp8 or int8 codes, with one scale for the matrix, per row, or per block."""
     weight = state[f"{module}.weight"]
     scale = next(state[name].float() for name in (f"{module}.weight_scale_inv", f"{module}.weight_scale") if name in state)
     out, features = weight.shape

@@ -1,15 +1,16 @@
-"""The processes that compute one model, or its experts: rank 0 schedules, samples and answers, the others compute what it says.
+"""The processes that compute one model, or its experts. Rank 0 schedules, samples and answers; the others follow its forwards.
 
-`config.ModelPart` says which columns of which product a process computes: with `tp_size` of all, heads and their cache included;
-else of experts, and every process computes the rest for the whole batch. In the native forward a column of a product is computed by
-one process, in the order of one process, from whole rows of inputs: results are those of one process, bit for bit, and nothing that
-is quantized in groups is cut. On one host the rows are in memory that all processes map, and an exchange is a barrier (ranks_meet
-of csrc/decoder.c), four in a dense layer; between hosts gloo adds them to zeros. Other forwards add terms (`joined`).
+`config.ModelPart` says which columns of which product a process computes: with `tp_size` those of all products, and its heads with
+their cache; else only those of experts, and every process computes the rest for the whole batch. In the native forward, one process
+computes a column from whole rows of inputs, in the same order as a single process would: results are bit-identical to those of one
+process, and no quantization group is cut. On one host the rows are in memory that all processes map, and an exchange is a barrier
+(ranks_meet of csrc/decoder.c), four per dense layer; between hosts gloo adds them to zeros. Other forwards add terms (`joined`).
 
-Rank 0 posts each forward to the others before it computes its own part: it writes the numbers to memory of all, and counts a word
-that the others wait for, spinning at first (between hosts it sends them, and a thread posts them there). Each forward has an
-exchange, so that none is overwritten before all have read it. To stop the others, rank 0 sends a text that says why, or is empty. A
-process that ends closes its connection: waits in a forward end, rank 0's engine fails, and it names the process to the others.
+Rank 0 posts each forward to the others before it computes its own part. On one host it writes the numbers to shared memory and
+increments a counter on which the others wait, spinning at first. Between hosts it sends them, and a thread posts them there. Each
+forward has an exchange, so no message is overwritten before all have read it. To stop the others, rank 0 sends a reason, or an
+empty text. A process that ends closes its connection. Then waits in a forward end, rank 0's engine fails, and rank 0 names the lost
+process to the others.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ logger = logging.getLogger(__name__)
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _Exchange = ctypes.CFUNCTYPE(_int, ctypes.POINTER(ctypes.c_float), _long)
 _LINE = 64  # bytes between counters
-_FORWARD = b"\x80"  # the first byte of a forward that is sent; texts have another
+_FORWARD = b"\x80"  # first byte of a forward sent between hosts; texts never start with it
 _DAY_S = 86400.0
-_ARRAYS = 9  # of a forward: the blocks to copy, and what `native.follow` gets
-_LOOK_S = 0.1  # the longest that a thread does not see that this process closes
-_SPIN_US, _SPINS = 1000, 80_000  # of a wait before it sleeps: for the next forward, longer than rank 0 takes between two; in one
-_CROWDED_SPINS = 100  # if the processes of this host have more threads than cores
-_NAMED_S = 3.0  # for rank 0 to name a lost process
-_ABORT_S = 10.0  # for the end of operations on GPUs that wait for a lost process
+_ARRAYS = 9  # arrays of a forward: the blocks to copy, and the arguments of `native.follow`
+_LOOK_S = 0.1  # seconds; the longest time until a thread notices that this process closes
+_SPIN_US, _SPINS = 1000, 80_000  # before a wait sleeps: for the next forward, longer than rank 0 takes between two; in one
+_CROWDED_SPINS = 100  # used if the processes of this host have more threads than cores
+_NAMED_S = 3.0  # limit for rank 0 to name a lost process
+_ABORT_S = 10.0  # limit for aborting GPU operations that wait for a lost process
 
 
 class RanksRecord(ctypes.Structure):
@@ -74,7 +75,7 @@ class RanksRecord(ctypes.Structure):
 
 
 class ServingRanks:
-    """Creating it is collective over all processes of the job. `max_rows`: tokens of a forward, which may be set until `share`."""
+    """The constructor is collective over all processes of the job. `max_rows`: tokens of a forward; may change until `share`."""
 
     def __init__(self, part: ModelPart, *, max_rows: int) -> None:
         init_distributed(verbose=False)
@@ -89,40 +90,40 @@ class ServingRanks:
         self.index, self.size, self.max_rows = dist.get_rank(), size, max_rows
         self.part = replace(part, index=self.index)
         self.record = RanksRecord(size=size, index=self.index)
-        self.why = ""  # this engine cannot go on; "" if it can
-        self.watch = Watch(_DAY_S)  # of the sums of transformers' code, whose waits end with `why`
+        self.why = ""  # why this engine cannot continue; "" if it can
+        self.watch = Watch(_DAY_S)  # for the sums of transformers' code, whose waits end with `why`
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         self._sums: Exchange | None = None
-        self._nccl: dist.ProcessGroup | None = None  # of these
+        self._nccl: dist.ProcessGroup | None = None  # of the same processes
         self._aborting: threading.Thread | None = None
-        self.release: Callable[[], object] = bool  # drops the graphs that have operations of the group, which waits for that to end
+        self.release: Callable[[], object] = bool  # drops the graphs that hold operations of the group, which cannot end before
         self.axis = Axis("tp", self._group, tuple(range(size)), self.index, size)
         self.gather = self.axis.gather
         self._peers: list[Peer] = meet(self.axis)
         here = [peer.rank for peer in self._peers if peer.host == self._peers[self.index].host]
-        self.neighbors, self.place = len(here), here.index(self.index)  # processes on this host, and which of them this is
+        self.neighbors, self.place = len(here), here.index(self.index)  # processes on this host; this one's index among them
         self.on_one_host = self.neighbors == size
         self.sharing, self.num_devices = self.neighbors, 1
-        self._callback = _Exchange(self._exchange)  # kept: C has its address
+        self._callback = _Exchange(self._exchange)  # kept alive: C has its address
         self._on_lost: Callable[[str], object] = lambda why: None
         self._sending, self._losing = threading.Lock(), threading.Lock()
         self._closing = threading.Event()
         self._posts, self._stopped = 0, False
-        self._links = self._connect()  # rank 0's to the others, by rank - 1; theirs to rank 0
+        self._links = self._connect()  # rank 0: to the others, by rank - 1; others: to rank 0
         self._threads = [threading.Thread(target=self._look, name="slipstream-ranks", daemon=True)]
         self._threads[0].start()
 
     # -- opening; collective --
 
     def compute_on(self, device: torch.device) -> None:
-        """Set `sharing`, the processes of this host that compute on the same device, and `num_devices` of all. Collective."""
+        """Set `sharing`, the number of this host's processes on the same device, and `num_devices` of all. Collective."""
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         every = self.gather((self._peers[self.index].host, device.type, uuid))
         self.sharing, self.num_devices = every.count(every[self.index]), len(set(every))
 
     def together(self, read: Callable[[], LoadedModel], **options: object) -> LoadedModel:
-        """`read()`. Raises ValueError on all ranks if one fails or is unlike the others: all must compute the same bits, by equal
-        operations. `options`: what else must be equal."""
+        """Return `read()`. Raises ValueError on all ranks if one rank fails or differs, because all must compute the same bits with
+        equal operations. `options`: other values that must be equal."""
         told = ""
         try:
             loaded = read()
@@ -139,16 +140,16 @@ class ServingRanks:
         return loaded
 
     def exchange(self, device: torch.device) -> Exchange:
-        """What adds up the terms of all processes. Over NCCL, if each has a GPU of its own, and gloo if they share one; of CPUs,
-        over shared memory within a host, and gloo between hosts. Collective, after `compute_on`."""
+        """The exchange that sums the terms of all processes: NCCL if each process has its own GPU, gloo if they share one; on CPUs,
+        shared memory within a host and gloo between hosts. Collective, after `compute_on`."""
         axis, transport = self.axis, "auto" if self.on_one_host else "gloo"
         if device.type == "cuda" and self.have_a_device_each:
             self._nccl = dist.new_group(backend="nccl")
             axis = replace(axis, group=self._nccl)
-            if self.why:  # `_lose` has found no group to abort
+            if self.why:  # `_lose` ran before there was a group to abort
                 raise self.error()
         self._sums = connect_activations(axis, device, transport, self.watch, in_rank_order=True)
-        if self.over_nccl:  # makes the communicator while no rank has work of its own that can fail
+        if self.over_nccl:  # create the communicator now, while no rank has work of its own that can fail
             self._sums.sum(torch.zeros(self.size, device=device))
             torch.cuda.synchronize(device)
         return self._sums
@@ -162,8 +163,8 @@ class ServingRanks:
         return self._nccl is not None
 
     def share(self, widths: Mapping[str, int], *, threads: int, message_nbytes: int) -> dict[str, int]:
-        """Allocate what all processes fill: rows of these bytes. Returns their addresses. Pages take memory when written.
-        `threads`: of this process; `message_nbytes`: of a forward's numbers, at most."""
+        """Allocate memory that all processes fill: rows of these bytes. Returns the addresses. Pages take memory when written.
+        `threads`: of this process. `message_nbytes`: the most bytes of a forward's numbers."""
         counters = -(-(self.size + 2) * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
         sizes = [-(-one // _LINE) * _LINE for one in (message_nbytes, *(self.max_rows * width for width in widths.values()))]
         nbytes = counters + sum(sizes)
@@ -172,7 +173,7 @@ class ServingRanks:
             pid, number = self._peers[0].pid if self.on_one_host else os.getpid(), self.gather(own.fileno())
             with open(f"/proc/{pid}/fd/{number[0 if self.on_one_host else self.index]}", "r+b", buffering=0) as file:
                 self._mapping = mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED)
-            self.gather(None)  # all have opened it
+            self.gather(None)  # all processes have opened it
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self.record.exchange = self._callback
         self.record.arrived = address if self.on_one_host else None
@@ -183,7 +184,6 @@ class ServingRanks:
         return dict(zip(widths, rows, strict=True))
 
     def _are_crowded(self, threads: int) -> bool:
-        """Whether the processes of this host have more threads than cores."""
         host, every = self._peers[self.index].host, self.gather((threads, os.sched_getaffinity(0)))
         here = [one for one, peer in zip(every, self._peers, strict=True) if peer.host == host]
         return sum(num for num, _ in here) > len(set().union(*(cores for _, cores in here)))
@@ -198,11 +198,11 @@ class ServingRanks:
         else:
             links = {}
             while len(links) < self.size - 1:
-                with suppress(AuthenticationError, EOFError, OSError):  # a stranger
+                with suppress(AuthenticationError, EOFError, OSError):  # not a process of this engine
                     link = listener.accept()
                     links[int(link.recv_bytes())] = link
             listener.close()
-        for link in links.values():  # a forward must not wait for the receipt of the last one
+        for link in links.values():  # a forward must not wait until the last message is received
             with socket.socket(fileno=os.dup(link.fileno())) as end:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return [links[rank] for rank in sorted(links)]
@@ -211,7 +211,7 @@ class ServingRanks:
 
     @contextmanager
     def forward(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> Iterator[None]:
-        """Rank 0's context of its part of a forward, which the others begin too. An error inside is final: the others are in it."""
+        """Rank 0's context for its part of a forward, which the others start too. An error inside is final for all."""
         if self.why:
             raise self.error()
         arrays = array("i", chain.from_iterable(copies)), *numbers
@@ -241,14 +241,14 @@ class ServingRanks:
         except PeerLostError as error:
             self._lose(str(error))
         except BaseException as error:
-            if not self.why:  # else it comes of another's end, and of the abort of its operations
+            if not self.why:  # else another process ended, and its operations were aborted
                 logger.exception("rank %d cannot compute its part of a forward", self.index)
                 self.fail(f"rank {self.index} failed: {type(error).__name__}: {error}")
         finally:
             self._closing.set()
 
     def _comes(self, number: int) -> bool:
-        """Wait for this forward; False if there is none."""
+        """Wait until forward `number` is posted; False if this engine stops."""
         spin = self._spin_us
         while not self.why and not self._stopped:
             if words.wait_at_least(self._posted, number, spin, int(_LOOK_S * 1000)):
@@ -273,7 +273,7 @@ class ServingRanks:
     # -- lost processes --
 
     def start(self, run: Callable[[Any, Any], object], on_lost: Callable[[str], object]) -> None:
-        """In threads: call `on_lost(why)` when a process is lost; above rank 0, compute its forwards by `run` until it stops."""
+        """Threads: call `on_lost(why)` when a process is lost; above rank 0, compute rank 0's forwards by `run`."""
         self._on_lost = on_lost
         if self.why:
             on_lost(self.why)
@@ -291,18 +291,18 @@ class ServingRanks:
         return f"rank {rank} (pid {self._peers[rank].pid}) is gone: its process was killed, crashed, or exited without cleanup"
 
     def fail(self, why: str) -> None:
-        """This process cannot go on: end the others' waits for it."""
+        """Report that this process cannot continue, and end the other processes' waits for it."""
         if self.index:
             self._send(why.encode())
         self._lose(why)
 
     def fail_opening(self, error: BaseException) -> None:
         if self.why:
-            error.add_note(self.why)  # it comes of another's end
+            error.add_note(self.why)  # the cause: another process ended
         self.fail(f"rank {self.index} cannot open the model: {type(error).__name__}: {error}")
 
     def _lose(self, why: str) -> None:
-        """End waits, tell rank 0's engine, and of rank 0 the other processes."""
+        """End all waits, tell rank 0's engine and, on rank 0, the other processes."""
         with self._losing:
             if self.why or (self.index == 0 and self._closing.is_set()):
                 return
@@ -310,17 +310,17 @@ class ServingRanks:
         self._on_lost(why)
         if self.index == 0:
             self._send(why.encode())
-        if self._nccl is not None:  # its kernels wait on the GPU, without end; the abort itself, until `release` has dropped graphs
+        if self._nccl is not None:  # its kernels wait on the GPU without end; the abort waits for `release` to drop the graphs
             self._aborting = threading.Thread(target=self._nccl.abort, name="slipstream-abort", daemon=True)
             self._aborting.start()
 
     def _send(self, message: bytes) -> None:
         for link in self._links:
-            with suppress(OSError), self._sending:  # of one that has gone: the forward fails
+            with suppress(OSError), self._sending:  # if the process is gone, the forward fails
                 link.send_bytes(message)
 
     def _look(self) -> None:
-        """A thread: receive what the others send, and see that they have ended."""
+        """Runs in a thread: receives messages of other processes, and notices when they end."""
         ranks = {link: rank for rank, link in enumerate(self._links, self.index == 0)}
         while not (self._closing.is_set() or self.why or self._stopped):
             for link in connections.wait([*ranks], _LOOK_S):
@@ -345,7 +345,7 @@ class ServingRanks:
                 self._send(b"")
         while self.index and len(self._threads) > 1 and not self._closing.is_set():
             with suppress(KeyboardInterrupt):  # Ctrl-C reaches all processes, and rank 0 ends them
-                self._closing.wait()  # not join(): an interrupted one takes the thread for ended
+                self._closing.wait()  # not join(): an interrupted join() takes the thread for ended
         self._closing.set()
         for thread in self._threads:
             thread.join()
@@ -353,7 +353,7 @@ class ServingRanks:
             link.close()
         try:
             self.release()
-        except RuntimeError:  # of a device that has failed
+        except RuntimeError:  # the device has failed
             logger.exception("rank %d cannot free its graphs", self.index)
         self._leave_groups()
         if self.index and self.why:

@@ -1,4 +1,4 @@
-"""A `core.Runner` over that of this process's part, whose forwards the others join: what rank 0 calls, they follow."""
+"""A `core.Runner` for a model split over processes: it runs this process's part, and the other processes follow rank 0's calls."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from slipstream.inference.ranks import ServingRanks
 
 
 class RanksRunner:
-    """A `core.Runner` over that of this process's part, whose forwards the others join: what rank 0 calls, they follow.
+    """Wraps the runner of this process's part; rank 0's calls are followed by the other processes.
 
-    Creating it is collective. The sums of a forward are exchanges, so all are in it before rank 0 leaves it."""
+    The constructor is collective. The sums of a forward are exchanges, so all processes are in it before rank 0 leaves it."""
 
-    generate = None  # several steps at once
+    generate = None  # it does not run several steps per call
 
     def __init__(self, own: Any, ranks: ServingRanks, device: torch.device, *, embeds: bool = False) -> None:
-        """own: `decoder.Decoder`, or a runner that joins its parts as that does. embeds: it computes `hidden`, no logits."""
+        """own: `decoder.Decoder`, or a runner that joins its parts in the same way. embeds: it computes `hidden`, no logits."""
         self.own, self.ranks, self._device, self._embeds = own, ranks, device, embeds
         self.num_blocks, self.block_size, self.vocab_size = own.num_blocks, own.block_size, own.vocab_size
         self.max_context, self.short_context, self.config = own.max_context, own.short_context, getattr(own, "config", None)
-        blocks = -(-self.max_context // self.block_size) + 1  # of a sequence
+        blocks = -(-self.max_context // self.block_size) + 1  # blocks of a sequence
         nbytes = 4 * (ranks.max_rows * (7 + min(blocks, self.num_blocks)) + 2 * self.num_blocks + 16)
-        threads = torch.get_num_threads() if device.type == "cpu" else 1  # the others compute on the GPU
+        threads = torch.get_num_threads() if device.type == "cpu" else 1  # else the work is on the GPU
         ranks.share({}, threads=threads, message_nbytes=nbytes)
 
     def put(self, role: str, weight: Any) -> None:
@@ -58,9 +58,9 @@ class RanksRunner:
         self._computed(lambda: self.own.hidden(texts, kinds if types else None))
 
     def _computed(self, compute: Callable[[], Tensor]) -> Tensor:
-        self.ranks.watch.step += 1  # operations of a forward are compared with those of earlier ones
+        self.ranks.watch.step += 1  # operations of a forward are compared with those of earlier forwards
         result = compute()
-        if self._device.type == "cuda":  # the next forward's numbers are written over this one's, which others may not have read
+        if self._device.type == "cuda":  # the next forward overwrites this one's numbers, which others may not have read yet
             torch.cuda.synchronize(self._device)
         if self.ranks.why:
             raise self.ranks.error()

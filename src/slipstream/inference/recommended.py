@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.config import huggingface
 from slipstream.inference.core import SamplingParams
 
-DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # defaults for conversations if the model has none
+DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # for conversations, if the model recommends none
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _GGUF = {  # llama.cpp's keys
@@ -19,7 +19,7 @@ _GGUF = {  # llama.cpp's keys
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-# By general.basename and .organization: settings that are only on the model card.
+# (general.basename, general.organization) -> settings that are only on the model card.
 _CARDS: dict[tuple[str, str], Mapping[str, Any]] = {("smollm2", "HuggingFaceTB"): {"temperature": 0.2, "top_p": 0.9}}
 
 
@@ -47,11 +47,9 @@ def of_gguf(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def of_model(model: Any) -> dict[str, Any]:
-    """The settings of a live transformers model."""
     generation = getattr(model, "generation_config", None)
     return {} if generation is None else of_generation(generation.to_diff_dict())
 
 
 def describe(sampling: Mapping[str, Any]) -> str:
-    """The settings as text, for the log."""
     return ", ".join(f"{name} {value:g}" for name, value in sampling.items())

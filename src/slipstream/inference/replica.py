@@ -1,11 +1,11 @@
-"""An engine in a process of its own, for an HTTP server (`server.router`) that it serves over one socket, in `wire`'s messages.
+"""An engine in its own process, for an HTTP server (`server.router`), connected by one socket with `wire`'s messages.
 
     python -m slipstream.inference.replica DESCRIPTOR       # of a connected socket; `server.process` starts it
 
-The first message says what the process becomes: a replica (`open`), or the zygote of replicas (`load`, [Note: Zygote]).
+The first message decides what the process becomes: a replica (`open`), or the zygote of replicas (`load`, [Note: Zygote]).
 
-The process ignores SIGINT and SIGTERM, which may be sent to all processes of a service: the server drains first. It ends when the
-other end closes the connection, also when that process was killed, and with status 1 when its engine is dead.
+The process ignores SIGINT and SIGTERM, which may be sent to all processes of a service, because the server drains first. It exits
+when the other end closes the connection, also by being killed, and with status 1 when its engine is dead.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SLOW_CALLS = 256  # threads for what may take long: schemas, adapters, vectors (`server.prepare`), whose texts share forwards
-SWITCH_INTERVAL = 0.001  # seconds, as `server.run`'s
-LOOK = 0.1  # seconds between looks at the engine's health
+SLOW_CALLS = 256  # threads for calls that may take long: schemas, adapters, vectors (`server.prepare`), whose texts share forwards
+SWITCH_INTERVAL = 0.001  # seconds, as in `server.run`
+LOOK = 0.1  # seconds between checks of the engine's health
 
 
 def facts_of(
     engine: Engine | EmbeddingEngine, description: str, dtype: str = "", weights: str = "", shared: int = 0
 ) -> dict[str, Any]:
-    """What the server has to know of the engine. `weights`: `source.weights_digest`; `shared`: bytes of this process's memory
-    that are other replicas', too."""
+    """What the server needs to know about the engine. `weights`: `source.weights_digest`. `shared`: bytes of this process's memory
+    that it shares with other replicas."""
     return {
         "description": description,
         "version": wire.VERSION,
-        "start": secrets.token_hex(8),  # no other one has it
+        "start": secrets.token_hex(8),  # unique per start
         "dtype": dtype,
         "weights": weights,
         "tokenizer": "" if engine.tokenizer is None else engine.tokenizer.digest(),
@@ -65,35 +65,35 @@ def facts_of(
         "block_size": 1 if isinstance(engine, EmbeddingEngine) else engine.runner.block_size,
         "nbytes": max(0, _memory() - shared),
         "shared": shared,
-        "zygote": os.getppid() if shared else 0,  # whose they are
+        "zygote": os.getppid() if shared else 0,  # the process that they are shared with
         "normalize": engine.pooling.normalize if isinstance(engine, EmbeddingEngine) else None,  # None: it does not embed
         "scores": isinstance(engine, EmbeddingEngine) and engine.classifier is not None,
     }
 
 
 def _memory() -> int:
-    """Bytes that end with this process: of its GPU, else its own pages and all of the caches."""
+    """Bytes that are freed when this process ends: its GPU's, or its own pages and all caches."""
     if torch.cuda.is_initialized():
         return sum(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count()))
     return _resident() + reserved_nbytes()
 
 
 def _resident() -> int:
-    """Bytes of the pages that are of no file."""
+    """Bytes of pages that belong to no file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
 class Session:
-    """What one connection has asked of the engine."""
+    """The requests of one connection to the engine."""
 
     def __init__(self, engine: Engine | EmbeddingEngine, link: wire.Link) -> None:
         self.engine, self.link = engine, link
-        self._handles: dict[int, Handle] = {}  # unfinished ones, by the server's numbers
-        self._held: set[int] = set()  # by the server, whose clients do not read
+        self._handles: dict[int, Handle] = {}  # unfinished requests, by the server's numbers
+        self._held: set[int] = set()  # held by the server, because clients do not read
 
     def run(self) -> None:
-        """Serve until the other end closes the connection; what is unfinished then is cancelled."""
+        """Serve until the other end closes the connection, then cancel unfinished requests."""
         with ThreadPoolExecutor(SLOW_CALLS, "slipstream-call") as slow:
             for kind, number, *rest in self.link.messages:
                 match kind:
@@ -114,23 +114,23 @@ class Session:
                         name, arguments = rest
                         call = partial(self._answer, number, _CALLS[name], self.engine, *arguments)
                         call() if name == "stats" else slow.submit(call)
-        for handle in list(self._handles.values()):  # also of submissions that have ended meanwhile
+        for handle in list(self._handles.values()):  # including submissions that ended meanwhile
             self.engine.cancel(handle)
 
     def _resume(self, number: int) -> None:
-        """The server has taken what was sent."""
+        """Continue a request once the server has read the pending messages."""
         if (handle := self._handles.get(number)) is not None and number not in self._held:
             self.engine.hold(handle, False)
 
     @property
     def idle(self) -> bool:
-        """No request is unfinished."""
+        """Whether no request is unfinished."""
         return not self._handles
 
     def _answer(self, number: int, function: Any, *arguments: Any) -> None:
         try:
             self.link.send("done", number, function(*arguments))
-        except Exception as error:  # the server raises it where the call was made
+        except Exception as error:  # the server raises it at the call
             self.link.send("failed", number, *wire.packed_error(error))
 
     def _submit(self, number: int, prompt: Sequence[int], params: Mapping[str, Any], more: Mapping[str, Any]) -> None:
@@ -139,19 +139,19 @@ class Session:
         def sink(output: Output) -> None:
             nonlocal unfinished
             if output.finish in (Finish.CANCELLED, Finish.ERROR) and not self.engine.healthy:
-                return  # the connection ends with the engine, and the server asks another one
+                return  # the connection ends with the engine, and the server asks another engine
             self.link.send("output", number, output)
             if output.finish is not None:
                 unfinished -= 1
                 if not unfinished:
                     self._handles.pop(number, None)
                     self._held.discard(number)
-            if self.link.full and (handle := self._handles.get(number)) is not None:  # or the next output holds it
+            if self.link.full and (handle := self._handles.get(number)) is not None:  # if not, the next output holds it
                 self.engine.hold(handle, True)
                 self.link.when_room(partial(self._resume, number))
 
         self._handles[number] = self.engine.submit(prompt, SamplingParams(**params), sink=sink, **more)
-        if not unfinished:  # the sink was first
+        if not unfinished:  # the sink ran before submit returned
             self._handles.pop(number, None)
             self._held.discard(number)
 
@@ -166,7 +166,7 @@ def _score(engine: EmbeddingEngine, pairs: Sequence[tuple[str, str]], truncate: 
     return engine.score([(first, second) for first, second in pairs], truncate=truncate)
 
 
-_CALLS: Mapping[str, Any] = {  # (engine, *arguments) -> what JSON can say
+_CALLS: Mapping[str, Any] = {  # (engine, *arguments) -> a result that JSON can represent
     "stats": lambda engine: wire.packed_stats(engine.stats()),
     "load_adapter": lambda engine, name, folder, replace: engine.load_adapter(name, folder, replace=replace),
     "unload_adapter": lambda engine, name: engine.unload_adapter(name),
@@ -180,7 +180,7 @@ def main(descriptor: int) -> int:
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
     link = wire.Link(connection)
-    # A spare process has imported all before it knows its model.
+    # import everything now: a spare process waits for its model
     from slipstream.inference.initialize import assemble_replica
     from slipstream.inference.source import weights_digest
 
@@ -190,7 +190,7 @@ def main(descriptor: int) -> int:
     _run_on(cores)
     try:
         assembled, digest = _in_thread(connection, lambda: (assemble_replica(model, options, replicas), weights_digest(model)))
-    except (TypeError, ValueError) as error:  # of the user's options, as in one process
+    except (TypeError, ValueError) as error:  # errors in the user's options, raised as with one process
         link.send("refused", str(error))
         link.close()
         return 2
@@ -200,8 +200,8 @@ def main(descriptor: int) -> int:
 
 
 def settle() -> None:
-    """Of a process that serves from now on: its collector need not look at what is loaded. Looking at it took 0.3 s in a server, in
-    which no request went on; and it writes to every object, so a fork would copy its page."""
+    """Exclude loaded objects from garbage collection in a process that serves from now on. A collection took 0.3 s in a server, in
+    which no request went on. It also writes to every object, so that a fork would copy its page."""
     gc.collect()
     gc.freeze()
 
@@ -209,12 +209,12 @@ def settle() -> None:
 def _run_on(cores: Sequence[int]) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))  # its default; `assemble_replica` sets the option's
+        torch.set_num_threads(len(cores))  # the default; `assemble_replica` applies the option
 
 
 def _in_thread(connection: socket.socket, load: Callable[[], T]) -> T:
-    """The result of `load`, in a thread that then ends, and torch's threads with it. The process ends if the server closes the
-    connection meanwhile, which nobody reads."""
+    """Run `load` in a thread that then ends, and torch's threads with it. If the server closes the connection meanwhile, the
+    process ends: nobody needs the result."""
     future = Future[T]()
 
     def run() -> None:
@@ -233,7 +233,7 @@ def _in_thread(connection: socket.socket, load: Callable[[], T]) -> T:
 
 
 def _serve(link: wire.Link, assembled: Assembled, digest: str, shared: int = 0) -> int:
-    """Start the engine and serve the connection to its end. `shared`: as for `facts_of`. Returns the exit status."""
+    """Start the engine and serve the connection until it ends. `shared`: as in `facts_of`. Returns the exit status."""
     engine = assembled.engine
     engine.start()
     engine.prepare()
@@ -252,9 +252,9 @@ def _serve(link: wire.Link, assembled: Assembled, digest: str, shared: int = 0) 
 
 
 def _fork_on_demand(connection: socket.socket, assembled: Assembled, digest: str) -> int:
-    """[Note: Zygote] Serve the server's requests for replicas: each is a fork of this process, which has loaded the model and runs
-    nothing. Replicas so share the pages of all weights, which none writes, and start in no time. No thread of ours lives when it
-    forks: those that loaded have ended, and native teams start in the process that uses them.
+    """[Note: Zygote] Serve the server's requests for replicas. Each is a fork of this process, which has loaded the model and runs
+    nothing. So replicas share the pages of all weights, which none writes, and start immediately. At a fork, this process has no
+    threads of its own: those that loaded have ended, and native teams start in the process that uses them.
 
         to the zygote                              from it
                                                    loaded
@@ -263,7 +263,7 @@ def _fork_on_demand(connection: socket.socket, assembled: Assembled, digest: str
     """
     assembled.engine.prepare()
     settle()
-    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of the threads of numpy's BLAS: it ends them before a fork
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads of numpy's BLAS, which end before a fork
     connection.sendall(wire.frame_of([["loaded"]]))
     while True:
         # Not by `Link`: a buffered reader would lose the descriptors. The server waits for each answer before it asks again.
@@ -278,7 +278,7 @@ def _fork_on_demand(connection: socket.socket, assembled: Assembled, digest: str
             sys.stdout.flush()
             sys.stderr.flush()
             if not (pid := os.fork()):
-                os.close(connection.detach())  # `Link`'s reader would keep it open, and the end of the zygote unnoticed
+                os.close(connection.detach())  # `Link`'s reader would keep it open, and the zygote's end would go unnoticed
                 os._exit(_replica(descriptors, argument, assembled, digest))
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -287,7 +287,7 @@ def _fork_on_demand(connection: socket.socket, assembled: Assembled, digest: str
 
 
 def _replica(descriptors: Sequence[int], cores: Sequence[int], assembled: Assembled, digest: str) -> int:
-    """A fork serves. Returns its exit status."""
+    """Serve in a forked process. Returns its exit status."""
     served, says = descriptors
     for stream in (1, 2):
         os.dup2(says, stream)
@@ -306,4 +306,4 @@ def _replica(descriptors: Sequence[int], cores: Sequence[int], assembled: Assemb
 if __name__ == "__main__":
     status = main(int(sys.argv[1]))
     sys.stderr.flush()
-    os._exit(status)  # threads of a forward may be running, and nothing is left to save
+    os._exit(status)  # a forward's threads may be running, and nothing is left to save

@@ -1,6 +1,6 @@
-"""Chooses the forward of a model and the size of its KV cache, once, when an engine is opened.
+"""Chooses a model's forward and the size of its KV cache, once, when an engine is opened.
 
-On a CPU this is the native forward if it supports the model (`native.why_not`), on CUDA the Triton kernels if they do
+On a CPU it is the native forward if that supports the model (`native.why_not`), on CUDA the Triton kernels if they do
 (`cuda.why_not`), otherwise plain torch (`decoder`). Models that `TransformerConfig` cannot describe run in transformers
 (`generic`).
 """
@@ -26,47 +26,48 @@ if TYPE_CHECKING:
     from slipstream.inference.ranks import ServingRanks
     from slipstream.inference.weights import DecoderWeights
 
-BLOCK_SIZE = 16  # tokens; the native cache supports no other
-_SHARE = {"cpu": 0.4, "cuda": 0.85}  # of the memory that is free after the weights are loaded
+BLOCK_SIZE = 16  # tokens; the native cache supports no other size
+_SHARE = {"cpu": 0.4, "cuda": 0.85}  # share of the memory that is free after the weights are loaded
 ON_NATIVE = "weights_bytes, weights_folder and expert_cache_bytes"
 _MAX_ON_CPU = 1 << 30  # bytes; other processes need host memory too
-_GENERIC_CONTEXT = 2048  # sizes the cache when the model's context is known only later; a single request may be longer
+_GENERIC_CONTEXT = 2048  # sizes the cache when the model's context is not known yet; a single request may be longer
 
 
 def why_not_native(config: TransformerConfig, device: torch.device) -> str | None:
-    """Why the native forward does not run a model there; None if it does."""
+    """The reason that the native forward cannot run a model on this device; None if it can."""
     from slipstream.inference import native
 
     return native.why_not(config) if device.type == "cpu" else f"on {device.type}"
 
 
 class Sizes(NamedTuple):
-    """Limits of the cache, and what computes."""
+    """Limits of the cache, and the resources of the forward."""
 
     kv_cache_bytes: int | None  # None: a share of the free memory
     max_running: int
     max_context: int | None  # None: the model's
     threads: int | None = None  # of the native forward
-    expert_nbytes: int | None = None  # memory for experts, see `expert_store`
-    ranks: ServingRanks | None = None  # the processes of the parts of the model
-    num_blocks: int | None = None  # of the cache; None: as many as kv_cache_bytes hold
-    spare_bytes: int | None = None  # memory that the cache leaves free; None: a share
-    replicas: int = 1  # engines that take such a share of the same memory
-    memory: WeightMemory | None = None  # of weights whose other layers are on disk; None: all are in memory
+    expert_nbytes: int | None = None  # memory for experts (`expert_store`); None: all are in memory
+    ranks: ServingRanks | None = None  # the processes that compute the model's parts
+    num_blocks: int | None = None  # of the cache; None: as many as fit into kv_cache_bytes
+    spare_bytes: int | None = None  # memory that the cache leaves free; None: by `_SHARE`
+    replicas: int = 1  # engines that take an equal share of the same memory
+    memory: WeightMemory | None = None  # for weights that are partly on disk; None: all layers are in memory
 
 
 class Opened(NamedTuple):
     runner: Runner
     forward: str  # its name, for the log
-    expert_use: Callable[[], Use] = Use  # of experts on disk
-    close: Callable[[], object] = bool  # frees the file of layers on disk; no forward may run afterwards
+    expert_use: Callable[[], Use] = Use  # counts of experts read from disk
+    close: Callable[[], object] = bool  # frees the file of stored layers; no forward may run afterwards
 
 
 def open_forward(
     config: TransformerConfig, weights: DecoderWeights, device: torch.device, dtype: torch.dtype, sizes: Sizes
 ) -> Opened:
-    """Of a decoder, or of a model that embeds texts, whose cache holds those of one forward (`embedding.ROWS` tokens, or one text).
-    `dtype`: of the arithmetic, and of the cache if the forward supports it. Raises ValueError for what needs the native one."""
+    """Open a decoder's forward, or that of a model that embeds texts, whose cache holds one forward (`embedding.ROWS` tokens, or
+    one text). `dtype`: of the arithmetic, and of the cache if the forward supports it. Raises ValueError for what needs the native
+    forward."""
     from slipstream.inference import native
     from slipstream.inference.decoder import head_shapes
     from slipstream.inference.embedding import ROWS
@@ -120,18 +121,18 @@ def _on_cache(
         return _over(own, f"torch ({reason})", cache.device, ranks, embeds=not config.has_head)
     from slipstream.inference.cuda import CudaDecoder
 
-    captures = ranks is None or ranks.over_nccl  # gloo's operations are no part of a graph
+    captures = ranks is None or ranks.over_nccl  # gloo's operations cannot be captured in a graph
     kernels = CudaDecoder(config, weights, cache, dtype, exchange, max_batch=max_batch if ranks is None else 0)
     if ranks is not None and captures:
         ranks.release = kernels.close
-        ranks.gather("ready")  # an operation in a graph waits on the GPU for the other processes'
+        ranks.gather("ready")  # an operation in a graph waits on the GPU for the other processes
         kernels.capture(max_batch)
     forward = "Triton kernels" if captures else "Triton kernels without CUDA graphs"
     return _over(kernels, forward, cache.device, ranks, embeds=not config.has_head)
 
 
 def _over(own: Runner, forward: str, device: torch.device, ranks: ServingRanks | None, *, embeds: bool = False) -> Opened:
-    """A runner of the whole model, or of the part of each process."""
+    """Wrap a runner: of the whole model, or of each process's part."""
     if ranks is None:
         return Opened(own, forward)
     from slipstream.inference.ranks_runner import RanksRunner
@@ -141,7 +142,7 @@ def _over(own: Runner, forward: str, device: torch.device, ranks: ServingRanks |
 
 
 def _why_no_kernels(config: TransformerConfig, weights: DecoderWeights, device: torch.device) -> str | None:
-    """On a CPU the native ones, else Triton's."""
+    """The reason that the device's kernels (native ones on a CPU, else Triton's) cannot run the model."""
     if device.type == "cpu":
         return why_not_native(config, device)
     if importlib.util.find_spec("triton") is None:
@@ -171,8 +172,8 @@ def _context(limit: int, sizes: Sizes) -> int:
 
 
 def _blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, device: torch.device) -> int:
-    """`sizes.num_blocks`, or as many as `max_running` contexts need in kv_cache_bytes; by default in this process's share of free
-    memory. Raises ValueError below 2."""
+    """`sizes.num_blocks`, or as many as `max_running` contexts need within kv_cache_bytes, by default within this process's share
+    of free memory. Raises ValueError below 2."""
     limit, block_bytes = sizes.kv_cache_bytes, bytes_per_block(shapes, BLOCK_SIZE, dtype)
     if limit is None:
         sharing = sizes.replicas * (1 if sizes.ranks is None else sizes.ranks.sharing)  # processes that divide the memory
@@ -189,7 +190,7 @@ def _blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: 
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on a device. On a CPU, the limit of the control group counts too."""
+    """Bytes that can be allocated on a device. On a CPU, control-group limits count too."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that torch caches from earlier models would count as used
         return torch.cuda.mem_get_info(device)[0]

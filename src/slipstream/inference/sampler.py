@@ -1,20 +1,20 @@
-"""From logits to tokens. The result of a row depends only on the row and its request.
+"""From logits to tokens. A row's result depends only on the row and its request.
 
 [Note: Seeded sampling] Each generated token has one uniform number, a hash of (request.seed, index of the token). So a seed gives
 the same text alone and in any batch, after a preemption, and with or without drafts. All arithmetic is per row, on one thread: a
 reduction over a batch would sum in an order that depends on the batch. A compiled kernel (ops/csrc/sample_body.h) samples all rows
-of a forward in one call, several at a time on a team of threads, and returns the tokens of the numpy version here unless rounding
-decides. numpy is the fallback without a compiler.
+of a forward in one call, several at a time on a team of threads. It returns the same tokens as the numpy version here, except where
+rounding decides. numpy is the fallback without a compiler.
 
-[Note: Guessed tokens] Every row of a draft is sampled with its own number, as if its draft tokens had been generated, and
+[Note: Guessed tokens] Every row of a draft is sampled with its own number, as if its draft tokens had been generated.
 `drafts.accept` keeps samples up to the first that differs from the draft. So a kept sample was drawn from the model's distribution
-after exactly the tokens before it. The text does not only have the same distribution as without a draft: it is the same.
+after exactly the tokens before it. The text is not only equally distributed as without a draft: it is the same text.
 
-Order, as in transformers: repetition, presence and frequency penalties, logit_bias, forbidden tokens (min_tokens, mask);
-then temperature, top-k, top-p, min-p. Log-probabilities are of the raw logits, before all of these, as in OpenAI's API.
+Order, as in transformers: repetition, presence and frequency penalties, logit_bias, forbidden tokens (min_tokens, mask); then
+temperature, top-k, top-p, min-p. Log-probabilities are of the raw logits, before all of these, as in OpenAI's API.
 
 [Note: Edits] Penalties, bias and min_tokens change the logits of a few tokens, by index arrays that are kept per request until
-`forget`. They are derived from the request's tokens, which only grow: each new token is counted once, a preemption changes nothing,
+`forget`. They are derived from the request's tokens, which only grow. Each new token is counted once, a preemption changes nothing,
 and draft tokens are counted for their row only.
 """
 
@@ -44,7 +44,7 @@ HASH = (1 << 64) - 1
 
 
 class LogitsRow(NamedTuple):
-    """One row of logits: those of the token after `request.tokens` and `draft`."""
+    """One row of logits, for the token after `request.tokens` and `draft`."""
 
     request: Request
     draft: tuple[int, ...] = ()  # draft tokens that this row treats as generated
@@ -52,7 +52,7 @@ class LogitsRow(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    token: int  # -1: none can be chosen; logits are not finite, or every token is forbidden
+    token: int  # -1: no token can be drawn, because logits are not finite or every token is forbidden
     logprob: float | None = None  # None if not requested
     top: Sequence[tuple[int, float]] = ()  # (token, logprob) of the params.logprobs most likely tokens, descending
 
@@ -69,16 +69,16 @@ class _Sampling(ctypes.Structure):
 
 
 class Draws(NamedTuple):
-    """How to draw the tokens of several steps in native code: struct steps of csrc/decoder.h."""
+    """How native code draws the tokens of several steps: struct steps of csrc/decoder.h."""
 
     rows: ctypes.Array[_Sampling]  # of the first step
     uniforms: array[float]  # [steps][rows]
-    ends: array[int]  # the tokens that end a row, of all rows
+    ends: array[int]  # the end tokens of all rows, one after the other
     first_end: array[int]  # [rows + 1]
 
 
 class _Kernel:
-    """The C version of `_twin`, for all rows of a call, on the threads that torch has."""
+    """The C version of `_twin`, for all rows of a call, on torch's number of threads."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -87,7 +87,7 @@ class _Kernel:
         self._choose = build.function("slipstream_choose", ctypes.c_int, pointer, pointer, long, long, pointer)
 
     def __call__(self, logits: Floats, rows: Sequence[LogitsRow]) -> list[int]:
-        """The token of each row, or -1 if none can be sampled. `logits`: [rows, vocab], contiguous, with the rows' edits."""
+        """The token of each row, or -1 if none can be drawn. `logits`: [rows, vocab], contiguous, with the rows' edits applied."""
         records, tokens = (_Sampling * len(rows))(), (ctypes.c_int64 * len(rows))()
         at, step = logits.ctypes.data, logits.strides[0]
         for record, row in zip(records, rows, strict=True):
@@ -109,7 +109,7 @@ def _fill(record: _Sampling, row: LogitsRow, vocab_size: int) -> None:
 
 
 class _Edits:
-    """A request's changes to its logits apart from its mask, see [Note: Edits]."""
+    """A request's changes to its logits, apart from its mask ([Note: Edits])."""
 
     def __init__(self, request: Request, vocab_size: int) -> None:
         params = request.params
@@ -118,17 +118,17 @@ class _Edits:
         self._biases: Floats = np.array([*params.logit_bias.values()], np.float32)
         self._penalty = np.float32(params.repetition_penalty)
         self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
-        self._counted = request.num_prompt  # tokens before this position are counted below
+        self._counted = request.num_prompt  # tokens before this position are already counted
         # Seen tokens in order of first occurrence; with a repetition penalty the prompt's too.
         distinct = dict.fromkeys(request.tokens[: request.num_prompt] if self._penalty != 1 else ())
         self._places = {token: place for place, token in enumerate(distinct)}
         self._penalized = bool(self._penalty != 1 or self._presence or self._frequency)
-        self._tokens: Ids = np.empty(vocab_size if self._penalized else 0, np.int64)  # pages are allocated as it fills
+        self._tokens: Ids = np.empty(vocab_size if self._penalized else 0, np.int64)  # memory pages are allocated as it fills
         self._tokens[: len(distinct)] = [*distinct]
         self._counts: Ids = np.zeros(len(self._tokens), np.int64)  # how often each was generated
 
     def apply(self, logits: Floats, row: LogitsRow) -> list[tuple[Ids, Floats]]:
-        """Apply penalties, bias and min_tokens in place. Returns the tokens and what they had before, in order."""
+        """Apply penalties, bias and min_tokens in place. Returns the changed tokens and their previous logits, in order."""
         before: list[tuple[Ids, Floats]] = []
         if self._penalized:
             tokens = row.request.tokens
@@ -150,7 +150,7 @@ class _Edits:
         return before
 
     def _must_end(self, mask: Tensor | None, vocab_size: int) -> bool:
-        """Whether a mask allows only end tokens: a complete grammar, which overrides min_tokens."""
+        """Whether the mask allows only end tokens, as after complete JSON; this overrides min_tokens."""
         if mask is None:
             return False
         allowed = np.unpackbits(mask.numpy().view(np.uint8), count=vocab_size, bitorder="little")
@@ -194,8 +194,8 @@ class Sampler:
         self._edits.pop(request, None)
 
     def sample(self, logits: Tensor | Floats, rows: Sequence[LogitsRow]) -> list[Sampled]:
-        """Sample one token per row. `logits`: fp32 [rows, vocab], as before afterwards; numpy if forwards are so short that a call
-        of torch counts."""
+        """Sample one token per row. `logits`: fp32 [rows, vocab], unchanged afterwards; numpy where forwards are short and a torch
+        call counts."""
         assert logits.shape == (len(rows), self.vocab_size), f"{len(rows)} rows of {self.vocab_size}: {tuple(logits.shape)}"
         if isinstance(logits, Tensor) and logits.is_cuda and all(_is_plain(row) for row in rows):
             best = logits.argmax(dim=-1, keepdim=True)  # on the CPU, numpy's argmax is ten times faster than torch's
@@ -217,7 +217,7 @@ class Sampler:
         return self._kernel is not None
 
     def draws(self, requests: Sequence[Request], steps: int) -> Draws:
-        """How to draw the next tokens of requests that are plain."""
+        """How native code draws the next tokens of requests that are plain (`Request.is_plain`)."""
         assert all(request.is_plain for request in requests), "steps need plain rows"
         rows, uniforms = (_Sampling * len(requests))(), array("d", bytes(8 * steps * len(requests)))
         for index, request in enumerate(requests):
@@ -228,12 +228,12 @@ class Sampler:
         return Draws(rows, uniforms, array("i", chain(*ends)), array("i", accumulate(map(len, ends), initial=0)))
 
     def score(self, logits: Tensor | Floats, tokens: Sequence[int], num: int) -> list[Sampled]:
-        """The log-probability of each token in its row, [rows, vocab], and the `num` likeliest tokens of the row."""
+        """The log-probability of each token in its row of logits [rows, vocab], and the `num` likeliest tokens of the row."""
         arrays = logits.cpu().numpy() if isinstance(logits, Tensor) else logits
         return [_with_logprobs(raw, token, num, self._weights) for raw, token in zip(arrays, tokens, strict=True)]
 
     def tokens(self, logits: Floats, rows: Sequence[LogitsRow]) -> list[int]:
-        """The token of each row, or -1 if none can be sampled. `logits`: [rows, vocab], contiguous; as before afterwards."""
+        """The token of each row, or -1 if none can be drawn. `logits`: [rows, vocab], contiguous; unchanged afterwards."""
         edited: list[tuple[Floats, list[tuple[Ids, Floats]]]] = []
         try:
             for raw, row in zip(logits, rows, strict=True):
@@ -248,7 +248,7 @@ class Sampler:
                     raw[tokens] = values
 
     def _edit(self, logits: Floats, row: LogitsRow) -> list[tuple[Ids, Floats]]:
-        """Apply a row's edits in place. Returns the tokens and what they had before."""
+        """Apply a row's edits in place. Returns the changed tokens and their previous logits."""
         edits = self._edits.get(row.request)
         if edits is None:
             edits = self._edits[row.request] = _Edits(row.request, self.vocab_size)
@@ -284,7 +284,7 @@ def _mix(x: int) -> int:
 
 
 def _is_plain(row: LogitsRow) -> bool:
-    """Whether it is plain argmax."""
+    """Whether the row needs only an argmax."""
     params = row.request.params
     return params.temperature == 0 and params.logprobs is None and row.mask is None and not params.edits(_number(row))
 
@@ -295,7 +295,7 @@ def _number(row: LogitsRow) -> int:
 
 
 def _exp(logits: Floats, largest: int, temperature: float, out: Floats) -> Floats:
-    """Probabilities up to a constant factor: that of token `largest` is 1."""
+    """Probabilities up to a constant factor: token `largest` gets 1."""
     np.subtract(logits, logits[largest], out=out)
     if temperature != 1:
         with np.errstate(over="ignore"):  # overflow to -inf is intended
@@ -308,7 +308,7 @@ def _filtered(weights: Floats, params: SamplingParams) -> Ids | None:
     ids: Ids | None = None
     if 0 < params.top_k < len(weights):
         cut = np.partition(weights, -params.top_k)[-params.top_k]
-        ids = np.flatnonzero(weights >= cut)  # including ties of the last one, as in transformers
+        ids = np.flatnonzero(weights >= cut)  # includes ties with the last one, as in transformers
     if params.top_p < 1:
         within = weights if ids is None else weights[ids]
         nucleus = _nucleus(within, params.top_p)
@@ -331,7 +331,7 @@ def _nucleus(weights: Floats, top_p: float) -> Ids:
 
 
 def _draw(weights: Floats, u: float) -> int:
-    """The index at which the running sum exceeds u of the total. Never that of a zero weight."""
+    """The index at which the running sum exceeds u times the total. Never the index of a zero weight."""
     sums = np.cumsum(weights, dtype=np.float64)
     # The last nonzero weight is at the first index where the sum equals the total.
     return min(int(np.searchsorted(sums, u * sums[-1], side="right")), int(np.searchsorted(sums, sums[-1])))

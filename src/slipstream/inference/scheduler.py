@@ -1,9 +1,9 @@
 """Selects the tokens of the next forward: Dynamic SplitFuse over paged blocks. Pure decisions: no torch, no clock.
 
-The time of a forward is flat up to some number of tokens and then grows with it, so every forward has the same token *budget*
-(DeepSpeed-FastGen, arXiv 2401.08671). It is filled with one token for each running generation, so that no stream waits for another
-request's prompt; then with prompts in chunks that fill the budget exactly; then with draft tokens (speculative decoding), if
-budget and blocks are left. The engine's loop is
+The time of a forward is constant up to some number of tokens and then grows with it, so every forward has the same token *budget*
+(DeepSpeed-FastGen, arXiv 2401.08671). It is filled first with one token for each running generation, so that no stream waits for
+another request's prompt; then with prompts, in chunks that fill the budget exactly; then with draft tokens (speculative decoding),
+if budget and blocks are left. The engine's loop is
 
     batch = scheduler.schedule()                            # None: nothing to do
     rows = runner.forward(batch)
@@ -13,55 +13,53 @@ budget and blocks are left. The engine's loop is
     for request, tokens in scheduler.commit(batch, sampled).items():
         ...                                                 # tokens: the new ones; request.finish: why it ended, if it did
 
-Where nothing waits, a batch has several *steps*: the runner makes one forward after the other (`core.Generate`), and `commit` gets
-all their tokens. Its caller looks at the queue only afterwards, so another thread that adds a request stops the steps.
+If nothing waits, a batch has several *steps*: the runner makes one forward after the other (`core.Generate`), and `commit` gets all
+their tokens. The engine looks at the queue only afterwards, so a thread that adds a request stops the remaining steps.
 
 `add`, `hold`, `resume` and `finish` may be called at any time, also between `schedule` and `commit`. A batch whose forward failed
-may be computed and committed in parts, see `retryable_chunks`; `finish(request, Finish.ERROR)` ends a request that cannot be
-computed at all.
+may be computed and committed in parts (`retryable_chunks`). `finish(request, Finish.ERROR)` ends a request that cannot be computed.
 
-[Note: No starvation]
-Requests are ordered by `arrival + patience * priority`, then by order of `add`; lower is more important. The order decides who is
-admitted, who gets scarce blocks and who is preempted: the least important running request, by recomputation. It frees its blocks
-and returns to the queue with its tokens and its rank. One step of priority is worth `patience` seconds of waiting, so only requests
-that arrive within a bounded time can precede a given one. No request overtakes the head of the queue while the head lacks blocks,
-and running requests end (max_tokens), so the head is admitted eventually. The most important running request is never preempted and
-can use every block, and `add` rejects requests that do not fit an empty pool: every forward makes progress.
+[Note: No starvation] Requests are ordered by `arrival + patience * priority`, then by order of `add`; lower is more important. The
+order decides who is admitted, who gets scarce blocks and who is preempted. The least important running request is preempted, by
+recomputation: it frees its blocks and returns to the queue with its tokens and its rank. One step of priority is worth `patience`
+seconds of waiting, so only requests that arrive within a bounded time can precede a given one. No request overtakes the head of the
+queue while the head lacks blocks, and running requests end (max_tokens), so the head is admitted eventually. The most important
+running request is never preempted and can use every block, and `add` rejects requests that do not fit an empty pool: every forward
+makes progress.
 
-[Note: Targets]
-A request may say within how many seconds it wants its first token, and each token after the one before. Its arrival counts later by
-the first of these, up to `patience`, which is what counts for a request that says nothing: so the earliest deadline goes first.
-While a request generates that says the second, a forward takes prompts for no longer than SHARE of it (some take longer than
-expected); of those of other tenants at least for as long as without any prompt.
+[Note: Targets] A request may state a target: the seconds to its first token, and between tokens. The first of these is added to its
+arrival, up to `patience`; a request without a target counts as arriving `patience` seconds later. So the earliest deadline goes
+first. While a request with a target between tokens generates, a forward takes prompts for at most SHARE of that time, because some
+forwards take longer than expected. With several tenants, prompts may always take at least as long as a forward without any.
 
-A request that has missed its target, or cannot meet it beside those who generate, is *late*: an answer that comes too late is of
-no use to who set the target, and above capacity the engine would compute nothing else. If a tenant's prompts cannot all be in time,
-the longest are late, so that most are not (Moore, Management Science 15(1), 1968): without that, each would begin when its time is
-nearly over. A late one counts as one without a target; but while one of its tenant waits that may still be in time, that one goes
-first, unless it arrived LATE steps of priority later. If a late one has no token yet, it gives up its place, too; an answer that
-has begun goes on.
+A request that has missed its target, or cannot meet it beside the running generations, is *late*. A late answer is of no use to
+whoever set the target, and above capacity the engine would compute nothing else. If a tenant's prompts cannot all be in time, the
+longest become late, so that most are in time (Moore, Management Science 15(1), 1968); otherwise each would begin when its time is
+nearly over. A late request counts as one without a target. But while a request of its tenant waits that may still be in time, that
+one goes first, unless it arrived LATE steps of priority later. A late request without a token also gives up its place; an answer
+that has begun continues.
 
-[Note: Fair shares]
-Requests of several *tenants* (API keys) are admitted in the order of what their tenants have had: a virtual token counter (Sheng et
-al., OSDI 2024, arXiv 2401.00588) for each, of the tokens computed and the tokens generated for it. The next request is the most
-important one of the tenant with the least; among tenants, a step of priority is worth STEP tokens. A tenant that comes back does
-not catch up on the time it was away: its counter is lifted to the least of those that have requests, less 1, or to that of the last
-one that had some. Counters only grow, so the head of the queue stays the head until it is admitted, unless a tenant comes back with
-less. `max_waiting` is per tenant.
+[Note: Fair shares] Requests of several *tenants* (API keys) are admitted in the order of what their tenants have received. Each
+tenant has a virtual token counter (Sheng et al., OSDI 2024, arXiv 2401.00588) of the tokens computed and generated for it. The next
+request is the most important one of the tenant with the lowest counter; among tenants, a step of priority is worth STEP tokens. A
+tenant that returns does not catch up on the time it was away: its counter is raised to the lowest among tenants with requests,
+minus 1, or to that of the last tenant that had some. Counters only grow, so the head of the queue stays the head until it is
+admitted, unless a tenant returns with a lower counter. `max_waiting` is per tenant.
 
-Of several engines (`server.router`), a request says what its tenant has had of the others while this one was wanted by other
-tenants too, since it last said so: that counts as had here. Several servers may share the engine, and tell each its own part.
+With several engines (`server.router`), a request states how many tokens its tenant got from the other engines since its last
+request here, while other tenants also wanted this engine: these count as received here. Several servers may share the engine, and
+each reports its own part.
 
-Nor does a tenant wait for another's answers to end. Each has a right to an equal part of `max_running`: a head whose tenant runs
-less preempts the least important requests of tenants that run more, which find most of their tokens in the prefix cache later. Each
-such preemption lessens a surplus, so they end. Prompts take their tokens of a forward in the order of the counters, and a forward
-with a prompt of the tenant with the least has no others' prompts: with those it would take longer.
+A tenant does not wait for another's answers to end either. Each tenant has a right to an equal part of `max_running`. If the head's
+tenant runs less than its part, the head preempts the least important requests of tenants that run more; these later find most of
+their tokens in the prefix cache. Each such preemption reduces a surplus, so preemptions end. Prompts take their tokens of a forward
+in the order of the counters. A forward with a prompt of the tenant with the lowest counter has no other tenants' prompts, which
+would prolong it.
 
-[Note: Held requests]
-A request whose outputs nobody takes is held: nothing is computed for it, it has no place among the running ones and no blocks.
-Those that it had stay in the prefix cache until others need them, so that it goes on where it was, at the cost of the last, partial
-block (of all, without a prefix cache); until then its tenant counts as away, and it has no part in `max_waiting`, or clients that
-do not read would keep others from an idle engine. It has no target any more.
+[Note: Held requests] A request whose outputs nobody reads is held: nothing is computed for it, and it has neither a place among the
+running ones nor blocks. Its blocks stay in the prefix cache until others need them. So it can continue where it was, at the cost of
+recomputing the last, partial block (all of them without a prefix cache). Until then its tenant counts as away, and the request does
+not count for `max_waiting`: otherwise clients that do not read would keep others from an idle engine. It loses its target.
 """
 
 from __future__ import annotations
@@ -78,11 +76,11 @@ from slipstream.inference.core import NO_TARGET, Batch, Chunk, Finish, ForwardSi
 from slipstream.inference.drafts import Lookup
 from slipstream.inference.pace import Pace
 
-STEPS_SECONDS = 0.025  # several steps are made at once if they take less: a reader does not see the tokens come together
+STEPS_SECONDS = 0.025  # several steps run at once if they take less: a reader does not notice that the tokens come together
 STEP = 4096  # tokens of a tenant's share that a step of priority is worth
-SHARE = 0.6  # of the time between tokens that a request wants, for a forward
-LATE = 6  # steps of priority that a late request lets others of its tenant go first by, who may be in time
-MATCHED = 16  # forwards for which it is believed what the cache has of a prompt
+SHARE = 0.6  # the share of a request's target between tokens that one forward may take
+LATE = 6  # steps of priority by which a late request lets others of its tenant that may be in time go first
+MATCHED = 16  # forwards for which a lookup of a prompt in the prefix cache stays valid
 NOTHING = ForwardSize(0)
 LEAST_PROMPT = 8  # tokens of a forward that are left for prompts, whatever token_interval says
 
@@ -94,19 +92,19 @@ class Counters:
     forwards: int = 0
     preemptions: int = 0
     draft_tokens: int = 0  # proposed
-    accepted_tokens: int = 0  # of these
+    accepted_tokens: int = 0  # those of them that were accepted
 
 
 @dataclass(slots=True)
 class _Entry:
     """The scheduler's state of an unfinished request."""
 
-    rank: tuple[float, int]  # lower goes first
+    rank: tuple[float, int]  # the lowest goes first
     admitted: bool = False  # has run, even if it is preempted now
     lookup: Lookup | None = None
     num_draft: int = 0  # tokens to guess next: adapted to how many were accepted last
-    late: bool = False  # it has missed its target, or cannot meet it
-    matched: tuple[int, int] | None = None  # the number of forwards when it was looked up, and the tokens that the cache had
+    late: bool = False  # has missed its target, or cannot meet it
+    matched: tuple[int, int] | None = None  # (number of forwards at the lookup, tokens found in the prefix cache)
 
 
 def receivers(chunk: Chunk) -> tuple[Request, ...]:
@@ -114,11 +112,11 @@ def receivers(chunk: Chunk) -> tuple[Request, ...]:
     return (chunk.request, *_pending_siblings(chunk.request)) if chunk.samples else ()
 
 
-MAX_RUNNING = 64  # sequences, by default
+MAX_RUNNING = 64  # default limit of sequences
 
 
 def budget_of(token_budget: int | None, max_running: int) -> int:
-    """The tokens of a forward; None: 512, or more if more run. Raises ValueError unless there is one for every running sequence."""
+    """The tokens of a forward; None: 512, or `max_running` if that is more. Raises ValueError if it is below `max_running`."""
     if token_budget is None:
         return max(512, max_running)
     if token_budget < max_running:
@@ -138,16 +136,15 @@ class Scheduler:
     token_budget: int
     max_running: int
     max_waiting: int
-    max_context: int  # is lowered to the capacity of the pool; a request that reaches it ends (LENGTH)
-    short_context: int = (
-        sys.maxsize
-    )  # a request that gets more tokens is preempted: it is computed anew, as another (`core.Runner`)
-    split: bool = True  # False: plain continuous batching, for comparison: whole prompts, which go before generations
+    max_context: int  # lowered to the capacity of the pool; a request that reaches it ends (LENGTH)
+    # a longer request is preempted and computed again with other rotary frequencies (`core.Runner`)
+    short_context: int = sys.maxsize
+    split: bool = True  # False: plain continuous batching, for comparison: whole prompts, before generations
     num_draft: int = 0
     # Seconds that a forward may take while a request generates; limits its prompt tokens below token_budget.
     token_interval: float | None = None
     patience: float = 10.0  # seconds of waiting that one step of priority is worth
-    most_steps: int = 1  # of a batch, where nothing waits
+    most_steps: int = 1  # of a batch, if nothing waits
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_running", "max_waiting"):
@@ -163,9 +160,9 @@ class Scheduler:
         self._entries: dict[Request, _Entry] = {}
         self._num_added = 0
         self._targeted: dict[Request, None] = {}  # unfinished requests that may still meet their target
-        self._urgent: set[str] = set()  # tenants of which one of these waits
+        self._urgent: set[str] = set()  # tenants for which such a request waits
         self._served: dict[str, int] = {}  # tenant -> its virtual token counter
-        self._floor = 0  # the counter of the last tenant that had requests, when none has
+        self._floor = 0  # when no tenant has requests: the counter of the last one that had some
         self._active: Counter[str] = Counter()  # tenant -> its unfinished requests
         if self.token_interval is not None and not self.token_interval > 0:
             raise ValueError(f"token_interval is {self.token_interval}; it must be more than 0 seconds")
@@ -201,11 +198,11 @@ class Scheduler:
             raise QueueFullError(f"{num_waiting} requests wait, and max_waiting is {self.max_waiting}; try again later")
 
     def hold(self, request: Request) -> None:
-        """Compute nothing for it until `resume`; a no-op unless it waits or runs: [Note: Held requests]."""
+        """Compute nothing for a request until `resume` ([Note: Held requests]); a no-op unless it waits or runs."""
         if request in self._entries and request not in self.held:
             self._withdraw(request)
             request.phase = RequestPhase.WAITING
-            request.target, request.missed = NO_TARGET, False  # the pauses of its own client are no misses
+            request.target, request.missed = NO_TARGET, False  # delays caused by its own client are no misses
             self.held[request] = None
 
     def resume(self, request: Request) -> None:
@@ -234,13 +231,13 @@ class Scheduler:
 
     @property
     def drained(self) -> bool:
-        """True if no unfinished request has run: none holds blocks or tokens that depend on the current weights."""
+        """Whether no unfinished request has run: none holds blocks or tokens that depend on the current weights."""
         return not any(entry.admitted for entry in self._entries.values())
 
     def schedule(self, now: float = 0.0) -> Batch | None:
-        """The next forward, of at most token_budget tokens. None unless `busy`.
+        """The next forward, of at most token_budget tokens; None unless `busy`.
 
-        `now`: seconds, of the clock of arrivals. Only targets need it."""
+        `now`: seconds, on the clock of arrivals. Only targets need it."""
         self._give_up(now)
         self._make_room()
         plan = _Plan(self.token_budget, within=self._within())
@@ -253,13 +250,13 @@ class Scheduler:
                 self._generate(plan)
         self._add_drafts(plan)
         steps = self._steps(plan)
-        chunks = sorted(plan.chunks, key=lambda chunk: chunk.request.salt)  # those of one adapter follow each other
+        chunks = sorted(plan.chunks, key=lambda chunk: chunk.request.salt)  # requests of one adapter become neighbors
         return Batch(tuple(chunks), tuple(plan.copies), steps) if chunks else None
 
     def commit(self, batch: Batch, sampled: Mapping[Request, Sequence[int]], now: float = 0.0) -> dict[Request, tuple[int, ...]]:
-        """Record a computed batch, whose `steps` are those that were made. `sampled` has the accepted tokens of each of its
-        `receivers`, `now` is as in `schedule`. Requests are extended up to their end, full blocks are published, and siblings start
-        with a fork of the prompt's blocks. Returns the new tokens of each, at least one, including an end token."""
+        """Record a computed batch, whose `steps` are those that were completed. `sampled`: the accepted tokens of each of its
+        `receivers`. `now`: as in `schedule`. Requests are extended up to their end, full blocks are published, and siblings start
+        with a fork of the prompt's blocks. Returns each request's new tokens, at least one, including an end token."""
         self.counters.forwards += batch.steps
         outputs: dict[Request, tuple[int, ...]] = {}
         for chunk in batch.chunks:
@@ -283,10 +280,10 @@ class Scheduler:
         return outputs
 
     def retryable_chunks(self, batch: Batch) -> tuple[Chunk, ...]:
-        """The chunks of a failed batch that can be computed again, whether its block copies were made or not.
+        """The chunks of a failed batch that can be computed again, whether or not its block copies were made.
 
-        Requests that write to a copied block are preempted and start over. The copy cannot be repeated: its source may belong to
-        another request by now, and be overwritten."""
+        Requests that write to a copied block are preempted and start over. The copy cannot be repeated, because its source may
+        belong to another request by now and be overwritten."""
         copied = {target for _, target in batch.copies}
         for chunk in batch.chunks:
             if not copied.isdisjoint(chunk.request.blocks):
@@ -294,15 +291,15 @@ class Scheduler:
         return tuple(chunk for chunk in batch.chunks if chunk.request.phase is RequestPhase.RUNNING)
 
     def draftable(self, batch: Batch, few: int) -> dict[Request, int]:
-        """The requests of a batch to which `add_drafts` may add tokens, and how many at most. None unless all of the batch
-        generate, and they are at most `few`."""
+        """The requests of a batch to which `add_drafts` may add tokens, and the most tokens for each. Empty unless the whole batch
+        generates and has at most `few` requests."""
         if len(batch.chunks) > few or not all(_generates(chunk) for chunk in batch.chunks):
             return {}
         left = self.token_budget - batch.num_tokens
         return {chunk.request: room for chunk in batch.chunks if (room := min(left, self._room(chunk))) > 0}
 
     def add_drafts(self, batch: Batch, drafts: Mapping[Request, tuple[int, ...]]) -> Batch:
-        """The batch with these draft tokens, as far as budget and free blocks allow."""
+        """Add draft tokens to the batch, as far as budget and free blocks allow."""
         plan = _Plan(self.token_budget - batch.num_tokens, list(batch.chunks), list(batch.copies))
         for index, chunk in enumerate(batch.chunks):
             draft = drafts.get(chunk.request, ())[: max(0, min(plan.budget, self._room(chunk)))]
@@ -313,9 +310,9 @@ class Scheduler:
     # ---- the parts of a batch, in the order of `schedule`
 
     def _give_up(self, now: float) -> None:
-        """Find the requests that cannot meet their targets any more: [Note: Targets]."""
+        """Find the requests that can no longer meet their targets: [Note: Targets]."""
         of_answer, of_prompt = self._per_token() if self._targeted else (0.0, 0.0)
-        kept, ends = dict[Request, float](), dict[str, float]()  # seconds of prompts in time; when all of a tenant are computed
+        kept, ends = dict[Request, float](), dict[str, float]()  # seconds of prompts in time; when a tenant's are all computed
         for request in sorted(self._targeted, key=lambda one: one.deadline):
             deadline, num = request.deadline, _pending(request)
             request.missed = now > deadline
@@ -334,7 +331,7 @@ class Scheduler:
         self._urgent = {one.tenant for one in self._targeted if one.phase is RequestPhase.WAITING and not self.pausing}
 
     def _per_token(self) -> tuple[float, float]:
-        """Seconds of a token where it takes the least, and of a prompt's beside those who generate; 0 if no forward is known."""
+        """Seconds per token at best, and per prompt token beside the generations; 0 if no forward is known."""
         least, within, answers = self.pace.per_token(), self._within(), self._answers()
         if within is None or not least:
             return least, least
@@ -343,19 +340,19 @@ class Scheduler:
         return least, max(least, seconds / max(tokens - answers.tokens, LEAST_PROMPT))
 
     def _answers(self) -> ForwardSize:
-        """A forward of those who generate."""
+        """The size of a forward of the running generations."""
         contexts = [len(one.tokens) for one in self.running if _pending(one) == 1]
         return ForwardSize(len(contexts), len(contexts), sum(contexts))
 
     def _cached(self, request: Request) -> int:
-        """Tokens of a waiting prompt that the cache has, or had a few forwards ago."""
+        """Prompt tokens of a waiting request that the prefix cache has, or had a few forwards ago."""
         entry, now = self._entries[request], self.counters.forwards
         if entry.matched is None or now >= entry.matched[0] + MATCHED:
             entry.matched = now, len(self.pool.match(request.tokens, self._salt(request))) * self.pool.block_size
         return entry.matched[1]
 
     def _note_time(self, request: Request, now: float) -> None:
-        """It gets tokens now."""
+        """Note that a request gets tokens now."""
         if not request.missed and now > request.deadline:
             request.missed = True
             if request in self._targeted:
@@ -363,7 +360,7 @@ class Scheduler:
         request.token_at = now
 
     def _put_back(self, request: Request) -> None:
-        """From now on it is as one without a target, but for `_order`."""
+        """Mark a request late: it then counts as one without a target, except in `_order`."""
         entry, queue = self._entries[request], self.running if request.phase is RequestPhase.RUNNING else self.waiting
         del self._targeted[request]
         queue.remove(request)
@@ -372,13 +369,13 @@ class Scheduler:
         insort(queue, request, key=self._rank)
 
     def _order(self, request: Request) -> tuple[float, int]:
-        """Its rank; later, if it is late while one of its tenant waits that may be in time."""
+        """The request's rank; later, if it is late while a request of its tenant waits that may be in time."""
         importance, number = self._rank(request)
         late = self._entries[request].late and request.tenant in self._urgent
         return (importance + LATE * self.patience if late else importance), number
 
     def _within(self) -> float | None:
-        """Seconds for a forward, so that those who generate get their tokens in time; None: any."""
+        """Seconds that a forward may take so that generations get their tokens in time; None: any."""
         generating = [one for one in self.running if _pending(one) == 1]
         if not generating or not self.split:
             return None
@@ -390,14 +387,14 @@ class Scheduler:
         return None if within == math.inf else within
 
     def _fitting(self, plan: _Plan, context: int) -> int:
-        """How many tokens of a prompt, of which `context` are computed, fit in what is left of the forward's budget and time."""
+        """How many tokens of a prompt with `context` computed tokens fit into the rest of the forward's budget and time."""
         if plan.within is None:
             return plan.budget
         fitting = self.pace.max_tokens(plan.within, plan.size, context, plan.size.tokens + plan.budget) - plan.size.tokens
         return min(plan.budget, max(fitting, LEAST_PROMPT - plan.prompts, 0))
 
     def _generate(self, plan: _Plan) -> None:
-        """Add one token for each generation; if it needs a block and none is free, less important requests are preempted."""
+        """Add one token for each generation. If it needs a block and none is free, less important requests are preempted."""
         surplus = self._surplus()
         order = [one for one in self.running if one not in surplus] + surplus  # the last are preempted first
         for request in list(order):
@@ -405,7 +402,7 @@ class Scheduler:
                 self._plan(plan, request, 1)
 
     def _add_prompts(self, plan: _Plan) -> None:
-        """Add parts of prompts, of one tenant if several have requests: [Note: Fair shares]."""
+        """Add parts of prompts, of one tenant only if several have requests: [Note: Fair shares]."""
         if len(self._active) < 2:
             self._add_by_rank(plan)
             return
@@ -416,9 +413,9 @@ class Scheduler:
                 self._add_by_rank(plan, tenant)
 
     def _add_by_rank(self, plan: _Plan, tenant: str | None = None) -> None:
-        """Add parts of prompts, of a tenant or all: of each that runs, as far as free blocks allow, and before it of those that
-        wait and go first. Generations may have used blocks that `_admit` reckoned with; once they have ended, there are enough for
-        all running prompts."""
+        """Add parts of prompts, of one tenant or all: for each running request as far as free blocks allow, and before it for
+        waiting ones that precede it. Generations may have used blocks that `_admit` counted on; once they have ended, blocks
+        suffice for all running prompts."""
         for request in [one for one in self.running if _pending(one) > 1 and tenant in (None, one.tenant)]:
             self._admit(plan, tenant, before=request)
             fitting = self._fitting(plan, request.num_computed)
@@ -434,8 +431,8 @@ class Scheduler:
             self._preempt(yielding[-1])
 
     def _yielding(self, head: Request) -> list[Request]:
-        """The running requests, by rank, that give up their places to a waiting one: those of tenants that run more than their part
-        if its own runs less; else of its own tenant those that are late and have no token yet, if it may still be in time."""
+        """The running requests, by rank, that give up their places to a waiting one: requests of tenants that run more than their
+        part, if its own tenant runs less; else late requests of its own tenant without a token, if it may still be in time."""
         running = [one for one in self.running if one.tenant == head.tenant]
         if len(running) < self._part() and (surplus := self._surplus()):
             return surplus
@@ -443,7 +440,7 @@ class Scheduler:
         return [one for one in late if self._order(one) > self._order(head)] if head in self._targeted else []
 
     def _part(self) -> int:
-        """The sequences that each tenant has a right to run."""
+        """The number of sequences that each tenant has a right to run."""
         return max(1, self.max_running // len(self._active))
 
     def _surplus(self) -> list[Request]:
@@ -454,13 +451,13 @@ class Scheduler:
         return [one for one in self.running if running[one.tenant] > part]
 
     def _owed(self) -> int:
-        """Blocks that the running requests need for their prompts and their next block_size tokens."""
+        """Blocks that running requests need for their prompts and their next block_size tokens."""
         return sum(self._blocks_owed(request) for request in self.running)
 
     def _fit(self, request: Request, owed: int) -> list[int] | None:
-        """The cached blocks of a waiting request, forked, if it can be admitted: its whole prompt must fit, beside what is owed;
-        otherwise it would be preempted at once."""
-        is_scored = request.params.prompt_logprobs is not None and not request.num_generated  # each position has to be computed
+        """Fork the cached blocks of a waiting request if it can be admitted; else None. Its whole prompt must fit beside the `owed`
+        blocks, or it would be preempted at once."""
+        is_scored = request.params.prompt_logprobs is not None and not request.num_generated  # each position must be computed
         cached = [] if is_scored else self.pool.fork(self.pool.match(request.tokens, self._salt(request)))
         lacking = self.pool.num_needed(len(request.tokens)) - len(cached)
         if lacking + owed > self.pool.num_free or len(self.running) >= self.max_running:
@@ -469,7 +466,7 @@ class Scheduler:
         return cached
 
     def _admit(self, plan: _Plan, tenant: str | None = None, before: Request | None = None) -> None:
-        """Admit requests from the queue, of a tenant or all, in order, up to the first that does not fit or goes after `before`."""
+        """Admit requests from the queue in order, of one tenant or all, up to one that does not fit or comes after `before`."""
         owed = -1
         while plan.budget and (request := self._head()) is not None and tenant in (None, request.tenant):
             if before is not None and self._order(before) < self._order(request):
@@ -492,13 +489,13 @@ class Scheduler:
             owed += self._blocks_owed(request)
 
     def _head(self) -> Request | None:
-        """The request to admit next, see [Note: Fair shares]."""
+        """The request to admit next ([Note: Fair shares])."""
         return min(self._firsts(self.waiting).values(), key=self._share, default=None)
 
     def _firsts(self, requests: Sequence[Request]) -> dict[str, Request]:
-        """The first request of each tenant that may be computed now. `requests` are in the order of rank."""
+        """The first request of each tenant that may be computed now. `requests` must be sorted by rank."""
         firsts: dict[str, Request] = {}
-        sure = set[str]()  # tenants of which no later one goes first
+        sure = set[str]()  # tenants whose later requests cannot go first
         for request in requests:
             if self._entries[request].admitted or not self.pausing:
                 known = firsts.get(request.tenant)
@@ -511,7 +508,7 @@ class Scheduler:
         return firsts
 
     def _share(self, request: Request) -> tuple[int, tuple[float, int]]:
-        """What its tenant has had, and its rank: the least goes first."""
+        """The key for admission: its tenant's counter, and its rank; the lowest goes first."""
         return self._served[request.tenant] + STEP * request.priority, self._order(request)
 
     def _add_drafts(self, plan: _Plan) -> None:
@@ -539,8 +536,8 @@ class Scheduler:
         plan.budget -= len(draft)
 
     def _steps(self, plan: _Plan) -> int:
-        """Reserve blocks for the steps of the batch, and return how many it has: several only if nothing waits and every request
-        generates plainly to the last of them."""
+        """Reserve blocks for the batch's steps. Returns their number: above 1 only if nothing waits and all requests generate
+        plainly."""
         chunks = plan.chunks
         if self.most_steps == 1 or self.num_draft or self.waiting or len(chunks) < len(self.running):
             return 1
@@ -564,7 +561,7 @@ class Scheduler:
         self._num_added += 1
 
     def _queue(self, request: Request, elsewhere: int = 0) -> None:
-        """Add a request that has entered to the queue. `elsewhere`: `Request.elsewhere`."""
+        """Queue a request that has entered. `elsewhere`: `Request.elsewhere`."""
         tenant, least = request.tenant, min((self._served[one] for one in self._active), default=self._floor)
         served = self._served.get(tenant, 0) + elsewhere
         self._served[tenant] = served if tenant in self._active else max(served, least - 1)
@@ -572,18 +569,18 @@ class Scheduler:
         insort(self.waiting, request, key=self._rank)
 
     def _join(self, request: Request) -> None:
-        """It counts for its tenant's share and for targets, until `_withdraw`."""
+        """Count a request for its tenant's share and for targets, until `_withdraw`."""
         self._active[request.tenant] += 1
         if request.target != NO_TARGET and not self._entries[request].late:
             self._targeted[request] = None
 
     def _withdraw(self, request: Request) -> None:
-        """Take a request out of its queue, and its blocks."""
+        """Remove a request from its queue, and free its blocks."""
         (self.running if request.phase is RequestPhase.RUNNING else self.waiting).remove(request)
         self._release(request)
         self._targeted.pop(request, None)
         self._active[request.tenant] -= 1
-        self._active += Counter()  # without those that are at 0
+        self._active += Counter()  # drops entries that are 0
         if not self._active:
             self._floor = self._served[request.tenant]
 
@@ -591,7 +588,7 @@ class Scheduler:
         return len(request.tokens) > self.short_context
 
     def _salt(self, request: Request) -> str:
-        """Under which its blocks are found: those of long requests have other keys and values."""
+        """The salt under which its blocks are found: long requests have other keys and values."""
         return f"{request.salt}\0long" if self._is_long(request) else request.salt
 
     def _rank(self, request: Request) -> tuple[float, int]:
@@ -617,7 +614,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Free its blocks and return it to the queue; its tokens are computed again later."""
+        """Free a request's blocks and return it to the queue; its tokens are computed again later."""
         self._requeue(request)
         self.counters.preemptions += 1
 
@@ -628,7 +625,7 @@ class Scheduler:
         insort(self.waiting, request, key=self._rank)
 
     def _capacity(self, request: Request) -> int:
-        """How many positions from num_computed on fit its own blocks and all free ones."""
+        """How many positions from num_computed on fit into its own blocks and all free ones."""
         return (len(request.blocks) + self.pool.num_free) * self.pool.block_size - request.num_computed
 
     def _blocks_owed(self, request: Request) -> int:
@@ -650,8 +647,7 @@ class Scheduler:
         insort(self.running, sibling, key=self._rank)
 
     def _append(self, request: Request, accepted: Sequence[int]) -> tuple[int, ...]:
-        """Append tokens up to the first that ends the request, and return them. All but the last are computed: they were its
-        draft."""
+        """Append tokens up to the first that ends the request, and return them. All but the last are computed, as its draft."""
         assert accepted, f"{request.id} was computed to its last token, but commit got no token for it"
         params, before, reason = request.params, request.num_computed, None
         was_long, salt = self._is_long(request), self._salt(request)
@@ -687,16 +683,16 @@ class _Plan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     within: float | None = None  # seconds that it may take; None: any
     size: ForwardSize = NOTHING
-    prompts: int = 0  # tokens of these
+    prompts: int = 0  # number of prompt tokens in it
 
 
 def _pending(request: Request) -> int:
-    """Known tokens that are not computed yet. 1: it generates, or is about to."""
+    """Known tokens that are not computed yet. 1: the request generates, or is about to."""
     return len(request.tokens) - request.num_computed
 
 
 def _generates(chunk: Chunk) -> bool:
-    """Whether it is the one token of a request that has generated before."""
+    """Whether the chunk is the one token of a request that has generated before."""
     return chunk.request.num_generated > 0 and chunk.samples and chunk.stop - chunk.start == 1
 
 

@@ -6,12 +6,11 @@
         logprobs = token_logprobs(logits[:, :-1], ids[:, 1:])       # equal to the server's for these tokens and weights
         engine.backward(loss(logprobs))
 
-[Note: Served values] The order in which torch's products sum depends on the batch; the native forward's does not
-(ops/csrc/decoder.h). So each layer, the last norm and the head compute their output with the native kernels, from the module's
-current weights, and torch computes it as well, from the same input. The value is the kernels', the gradient torch's at the same
-point. If no gradient is needed, torch computes nothing. Hooks, sharding and checkpointing see an ordinary forward.
-
-It needs fp32 weights on a CPU, a decoder that the native forward can run, and rows padded on the right.
+[Note: Served values] In torch, the order of a product's sums depends on the batch; in the native forward it does not
+(ops/csrc/decoder.h). So the native kernels compute the output of each layer, the last norm and the head, from the module's current
+weights, and torch computes it as well, from the same input. The value is the kernels', the gradient torch's at the same point. If
+no gradient is needed, torch computes nothing. Hooks, sharding and checkpointing see an ordinary forward. It needs fp32 weights on a
+CPU, a decoder that the native forward can run, and rows padded on the right.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class ServedForward:
         if reason := _unsupported(self.config):
             raise ValueError(f"a {type(model).__name__} cannot run with the serving path's values: {reason}")
         self._layers: dict[Layer, NativeDecoder] = {}  # one per kind of layer, with the weights of the layer that ran last
-        self._ends: dict[int, NativeDecoder] = {}  # without layers, by vocabulary size
+        self._ends: dict[int, NativeDecoder] = {}  # decoders without layers, by vocabulary size
         self._inner = decoder.model
         self._patched: list[tuple[nn.Module, Callable[..., Any]]] = [
             *((layer, self._layer(i)) for i, layer in enumerate(decoder.model.layers)),
@@ -106,7 +105,7 @@ class ServedForward:
     def _decoder(
         self, kinds: tuple[Layer, ...], layers: list[LayerWeights], *, num_blocks: int = 1, vocab_size: int = 1
     ) -> NativeDecoder:
-        """A decoder with `layers`; all its other weights are zeros."""
+        """A decoder with `layers`; all other weights are zeros."""
         hidden = self.config.hidden_size
         head = torch.zeros(()).expand(vocab_size, hidden)
         weights = DecoderWeights(embed=torch.zeros(1, hidden), final_norm=torch.zeros(hidden), head=head, layers=layers)
@@ -162,7 +161,7 @@ def _patch(module: nn.Module, serve: Callable[[nn.Module, Tensor], Tensor]) -> C
 
 
 def _check_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Reject inputs that the kernels cannot compute: they count positions from the start of each row, and attend causally."""
+    """Reject inputs that the kernels cannot compute: kernels count positions from the start of each row, and attend causally."""
     mask, positions, cache = (kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
     if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
         raise ValueError("served values need rows padded on the right; give an attention mask [rows, tokens] of that kind")
@@ -185,7 +184,7 @@ _LLAMA = (
 
 
 def _unlike_llama(config: TransformerConfig) -> str | None:
-    """The settings that the modules of `_patched` do not have; None: there are none."""
+    """The settings that the modules of `_patched` lack; None: there are none."""
     plain = [one for one in fields(config) if one.name in _LLAMA and getattr(config, one.name) != one.default]
     if any(name not in config.norms for name in NORMS[:2]) or not all(layer.has_input_norm for layer in config.layers):
         return "no norm before attention or MLP"

@@ -1,4 +1,4 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them: the folders of a root that the operator names."""
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM, for folders below a root that the operator names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 class LoadAdapterRequest(Fields):
     lora_name: Name
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
-    load_inplace: bool | None = None  # replaces a loaded one of that name
+    load_inplace: bool | None = None  # replaces a loaded adapter of that name
 
 
 class UnloadAdapterRequest(Fields):
@@ -35,7 +35,7 @@ def _load(server: Serving, given: LoadAdapterRequest) -> ModelBody:
     try:
         folder = (root / given.lora_path).resolve()
         folder.exists()
-    except (OSError, ValueError) as error:  # no path of this system: a name that is too long, or with a null byte
+    except (OSError, ValueError) as error:  # not a possible path: a name that is too long, or with a null byte
         raise RequestError(f"lora_path: {error}", param="lora_path") from None
     if not folder.is_relative_to(root):
         raise RequestError("lora_path must be a folder below the server's --lora-root", param="lora_path")
@@ -56,7 +56,7 @@ def _unload(server: Serving, given: UnloadAdapterRequest) -> DeletedBody:
 
 
 async def _changed(kind: type[RequestT], change: Callable[[Serving, RequestT], Any], front: Front, request: Request) -> Response:
-    """What `change` returns, unless the operator allows none."""
+    """Return what `change` returns; rejected unless the operator allows changes."""
     front.adapter_root()
 
     def prepare(server: Serving, body: bytes) -> tuple[RequestT, Callable[[], Response]]:

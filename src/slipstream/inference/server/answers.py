@@ -1,8 +1,8 @@
-"""Convert an engine's outputs to the formats of responses, streaming and non-streaming.
+"""Convert an engine's outputs to response formats, streaming and non-streaming.
 
 A format receives the outputs of every choice in order; their `index` is the choice. In OpenAI's two formats with `choices`,
-`pieces` makes the chunks of a stream from new outputs; `choice` makes the entry of a non-streaming response from all outputs of a
-choice, concatenated by `join`.
+`pieces` makes the chunks of a stream from new outputs, and `choice` makes the entry of a non-streaming response from all outputs of
+a choice, concatenated by `join`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slipstream.inference.text import Tokenizer
 
 
 def join(index: int, outputs: Sequence[Output]) -> Output:
-    """Consecutive outputs of one sequence, which is choice `index`, as one."""
+    """Merge consecutive outputs of one sequence, which is choice `index`."""
     last = outputs[-1]
     return Output(
         index,
@@ -48,7 +48,7 @@ def join(index: int, outputs: Sequence[Output]) -> Output:
 
 
 def joined(batch: Iterable[tuple[int, Output]]) -> list[Output]:
-    """The outputs of each choice as one, in the order of the choices' first outputs."""
+    """Merge the outputs of each choice, in the order of the choices' first outputs."""
     outputs: dict[int, list[Output]] = {}
     for choice, output in batch:
         outputs.setdefault(choice, []).append(output)
@@ -56,7 +56,6 @@ def joined(batch: Iterable[tuple[int, Output]]) -> list[Output]:
 
 
 def event(body: Any, name: str = "") -> bytes:
-    """A server-sent event."""
     return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + JSON(body).body + b"\n\n"
 
 
@@ -64,11 +63,11 @@ def event(body: Any, name: str = "") -> bytes:
 class Format(ABC):
     """The response format of one request; it keeps state per choice, so requests never share one."""
 
-    width: int = 1  # choices of each prompt
+    width: int = 1  # choices per prompt
 
     @abstractmethod
     def begin(self, include_usage: bool) -> bytes:
-        """The beginning of a stream."""
+        """The first bytes of a stream."""
 
     @abstractmethod
     def events(self, part: Output) -> bytes:
@@ -76,15 +75,15 @@ class Format(ABC):
 
     @abstractmethod
     def end(self, usages: Mapping[int, Usage]) -> bytes:
-        """The end of a stream. `usages`: by choice."""
+        """The last bytes of a stream. `usages`: by choice."""
 
     @abstractmethod
     def error(self, error: RequestError) -> bytes:
-        """The event of an error, which is the end of the stream."""
+        """The event of an error, which ends the stream."""
 
     @abstractmethod
     def body(self, choices: Sequence[Output], usages: Mapping[int, Usage]) -> Any:
-        """A whole response."""
+        """A non-streaming response."""
 
 
 @dataclass(eq=False)
@@ -100,8 +99,8 @@ class ChoicesFormat(Format):
     _: KW_ONLY
     logprobs: bool
     prompts: Sequence[Sequence[int]] = ()  # their tokens
-    scored: bool = False  # the response has the log-probabilities of the prompts' tokens, in vLLM's form
-    silent: bool = False  # the engine's token is not part of it
+    scored: bool = False  # the response includes the log-probabilities of the prompts' tokens, in vLLM's form
+    silent: bool = False  # leave out the token that the engine generates
 
     def __post_init__(self) -> None:
         self.include_usage = False
@@ -151,7 +150,7 @@ class ChoicesFormat(Format):
         }
 
     def _prompt(self, part: Output) -> list[dict[str, PromptLogprob] | None]:
-        """The log-probabilities of the prompt's tokens: by token id, of the token and of the likeliest."""
+        """Per token of the prompt: token id -> log-probability, for the token and for the likeliest ones."""
         listed: list[dict[str, PromptLogprob] | None] = []
         for entry in part.prompt_logprobs or ():
             ranks = {} if entry is None else {token: (value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
@@ -172,7 +171,7 @@ class CompletionFormat(ChoicesFormat):
     prefix, response_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     echo: Sequence[str | Sequence[int]] = ()  # the prompts as they came, text or token ids, if the response repeats them
-    kept: int = 0  # choices of each prompt that a response has, the likeliest; 0: all
+    kept: int = 0  # choices of each prompt in a response, the likeliest; 0: all
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -244,7 +243,7 @@ class CompletionFormat(ChoicesFormat):
 
 
 class Thinking(NamedTuple):
-    """A model that reasons before it answers: the marks around its reasoning, and whether the prompt ends with the first."""
+    """A model that reasons before it answers: the marks around its reasoning, and whether the prompt ends with the first mark."""
 
     marks: tuple[str, str]
     begun: bool
@@ -270,7 +269,7 @@ class ChatFormat(ChoicesFormat):
         self._finders: dict[int, CallFinder] = {}
         self._started: set[int] = set()
         self._texts: dict[int, str] = {}  # choice -> text of a call whose function is known only at its end
-        self._called: set[int] = set()  # choices whose only forced call has begun, which it does after the reasoning
+        self._called: set[int] = set()  # choices whose only forced call has begun; it begins after the reasoning
         self._cut: set[int] = set()  # choices whose forced call is truncated
 
     def pieces(self, part: Output) -> list[dict[str, Any]]:
@@ -291,7 +290,7 @@ class ChatFormat(ChoicesFormat):
         return choices
 
     def _deltas(self, part: Output, thought: str) -> list[dict[str, Any]]:
-        """What a part adds to its message: role, reasoning, calls, text."""
+        """The deltas that a part adds to its message: role, reasoning, calls, text."""
         deltas: list[dict[str, Any]] = []
         if part.index not in self._started:
             self._started.add(part.index)
@@ -321,7 +320,7 @@ class ChatFormat(ChoicesFormat):
         logprobs = self._logprobs(joined) if self.logprobs else None
         thought, joined = self._think(joined)
         if len(self.forced) == 1:
-            text, calls = "", [(self.forced[0], joined.text)] if joined.text else []  # none if the reasoning is cut
+            text, calls = "", [(self.forced[0], joined.text)] if joined.text else []  # none if the reasoning is cut off
         elif self.forced:
             text, calls = self._split(joined.index, joined.text)
         else:
@@ -353,7 +352,7 @@ class ChatFormat(ChoicesFormat):
         return finder.push(part.text, last=part.finish is not None)
 
     def _split(self, index: int, text: str) -> tuple[str, list[tuple[str, str]]]:
-        """Parse {"name", "arguments"}. A truncated call is returned as text, since it may not name its function yet."""
+        """Parse {"name", "arguments"}. A truncated call is returned as text, because it may not name its function yet."""
         try:
             call = json.loads(text)
             return "", [(call["name"], json.dumps(call["arguments"]))]

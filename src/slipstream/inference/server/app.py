@@ -1,6 +1,6 @@
 """The HTTP application: OpenAI's API over one engine or several models, /tokenize, /health, /metrics and the chat page.
 
-A request passes through: `gate` (API keys, draining) -> its route, a function over the `Front` (`state`), which reads the body,
+The path of a request: `gate` (API keys, draining) -> its route, a function over the `Front` (`state`), which reads the body,
 chooses the model, parses the body (`requests`) and tokenizes it in a worker thread -> `generation`, which runs it and writes the
 response in a format of `answers`.
 """
@@ -49,7 +49,7 @@ from slipstream.inference.server.state import Front, Prepared
 from slipstream.inference.wire import BEAT, SILENCE
 
 Route = Callable[[Front, Request], Awaitable[Response]]
-# Routes with a body: path, function, its request and its response. A generation is prepared (`Front.answer`).
+# Routes with a body: path, function, request and response type. A generation is prepared (`Front.answer`).
 _ANSWERED: tuple[tuple[str, Callable[..., Prepared], type[Fields], Any], ...] = (
     ("/v1/completions", completions.prepare, completions.CompletionRequest, CompletionBody),
     ("/v1/chat/completions", chat.prepare, chat.ChatRequest, ChatBody),
@@ -100,18 +100,18 @@ def create_app(
     max_output_tokens: int | None = None,
     request_timeout_s: float = 600.0,
     body_timeout_s: float = 30.0,
-    schema_timeout_s: float = 1.5 * BEAT * SILENCE,  # an engine that stops is lost before, and another one compiles it
+    schema_timeout_s: float = 1.5 * BEAT * SILENCE,  # a stopped engine is lost before, and another one compiles it
     read_timeout_s: float = 30.0,
 ) -> FastAPI:
     """Return the ASGI application over `engine`.
 
     `app.state.traffic.draining = True` rejects new generations; `app.state.deadlines.stop()` ends the running ones with an error.
-    `priority_keys` are keys whose requests may set `priority`, which has no effect with other keys. Pages of `cors_origins` ("*":
-    all) may send requests. `share_prefixes` shares the prefix cache between API keys. `strict_fields` refuses fields without
+    Only requests with one of `priority_keys` may set `priority`; with other keys it has no effect. Pages of `cors_origins` ("*":
+    all) may send requests. `share_prefixes` shares the prefix cache between API keys. `strict_fields` rejects fields without
     effect. Clients may load adapters below `lora_root` (None: they may not). `max_output_tokens` limits max_tokens. The timeouts
     limit generation (`request_timeout_s`), receiving the body (`body_timeout_s`), compiling a JSON schema (`schema_timeout_s`) and
-    the time in which a client reads 64 KiB (`read_timeout_s`). Raises ValueError if keys are not a sequence of non-empty ones, for
-    what is no origin, or if the engine has no tokenizer.
+    the time in which a client reads 64 KiB (`read_timeout_s`). Raises ValueError if keys are not a sequence of non-empty strings,
+    if an origin is invalid, or if the engine has no tokenizer.
     """
     for name, keys in (("api_keys", api_keys), ("priority_keys", priority_keys)):
         if isinstance(keys, str) or not all(keys):
@@ -132,13 +132,13 @@ def create_app(
         lora_root=None if lora_root is None else Path(lora_root).resolve(),
     )
     if not isinstance(engine, Models):
-        front.serving(engine)  # which checks it
+        front.serving(engine)  # checks the engine
     # No /docs: FastAPI's pages load scripts from a CDN.
     described: dict[int | str, Any] = {code: _ERRORS[code] for code in (401, 500)}
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False, responses=described)
     app.state.traffic, app.state.deadlines = front.traffic, front.deadlines
     app.add_middleware(AdmissionGate, api_keys=api_keys, priority_keys=priority_keys, traffic=front.traffic)
-    if cors_origins:  # outside the gate: a browser asks without a key whether it may send one
+    if cors_origins:  # outside the gate, because a browser's preflight request carries no key
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, **_CORS)
     _add_routes(app, front)
     _add_errors(app)
@@ -188,7 +188,6 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
-    """The OpenAPI document."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version="1", routes=app.routes)
         requests = models_json_schema(

@@ -1,4 +1,4 @@
-"""The shapes of the responses, as typed dicts: one is built per token, and a pydantic model would cost ten times as much."""
+"""The types of response bodies, as typed dicts: one is built per token, and a pydantic model would cost ten times as much."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class UsageBody(TypedDict):
 
 class CompletionLogprobs(TypedDict):
     tokens: list[str]
-    token_logprobs: list[float | None]  # None: of the first token of an echoed prompt
+    token_logprobs: list[float | None]  # None: the first token of an echoed prompt
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class PromptLogprob(TypedDict):
     logprob: float
-    rank: int | None  # None: not among the likeliest that were requested
+    rank: int | None  # None: not among the requested likeliest tokens
     decoded_token: str
 
 
@@ -101,9 +101,9 @@ class ChatBody(TypedDict):
 
 class HealthBody(TypedDict):
     status: Literal["ok", "starting", "draining", "failed"]  # starting: no replica is ready
-    replicas: NotRequired[list[str]]  # `ReplicaState`: each engine's, if they have processes of their own
-    engines: NotRequired[dict[str, str]]  # likewise of those on other hosts, by address
-    models: NotRequired[dict[str, str]]  # by name, the values of `ModelStatus`, if there are several
+    replicas: NotRequired[list[str]]  # `ReplicaState` of each engine, if engines have processes of their own
+    engines: NotRequired[dict[str, str]]  # the same for engines on other hosts, by address
+    models: NotRequired[dict[str, str]]  # name -> value of `ModelStatus`, if there are several models
 
 
 class LoadBody(TypedDict):
@@ -111,7 +111,7 @@ class LoadBody(TypedDict):
 
 
 class ModelStatus(TypedDict):
-    """As llama.cpp's router tells it."""
+    """As in llama.cpp's router."""
 
     value: Literal["unloaded", "loading", "loaded", "unloading"]
     error: NotRequired[str]  # why the last load failed
@@ -122,10 +122,10 @@ class ModelBody(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: NotRequired[int]  # of a model that is loaded
-    sampling: NotRequired[dict[str, float]]  # defaults of chats, also known when it is loaded
-    parent: NotRequired[str]  # of an adapter: the model
-    status: NotRequired[ModelStatus]  # if the server has several
+    max_model_len: NotRequired[int]  # only of a loaded model
+    sampling: NotRequired[dict[str, float]]  # defaults for chats, known once it is loaded
+    parent: NotRequired[str]  # of an adapter: its model
+    status: NotRequired[ModelStatus]  # if the server has several models
 
 
 class DeletedBody(TypedDict):

@@ -1,7 +1,7 @@
 """The tool-call parser for tool_choice "auto": finds calls in a model's output while it streams.
 
-A `CallForm` is how a family of models writes calls; the chat template shows which one it is (`form_of`). Output that consists of
-JSON only, {"name": ..., "arguments": {...}} or a list of it, is a call in every form. Anything else stays text.
+A `CallForm` describes how a family of models writes calls; the chat template shows which one it is (`form_of`). Output that
+consists only of JSON, {"name": ..., "arguments": {...}} or a list of these, is a call in every form. Anything else stays text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Functions = Mapping[str, Any]  # the functions that may be called: name -> JSON 
 
 class CallForm(NamedTuple):
     """`open` begins calls, `close` ends them ("": the end of the output), `read` returns the calls between them, or none. `begin`
-    (with the function's name in place of {}) and `end` surround the arguments of one call in a grammar ("": it has none)."""
+    (with {} for the function's name) and `end` surround the arguments of one call in a grammar ("": it has none)."""
 
     open: str
     close: str
@@ -39,7 +39,7 @@ class CallFinder:
         self._is_text = False  # the output does not begin with JSON
 
     def push(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
-        """Add `text`; return the text that is certain to be text, and the calls after it."""
+        """Add `text`. Return the part that is certain to be text, and the calls after it."""
         self._text += text
         if not self._is_text and re.fullmatch(r"\s*(\[\s*)?(\{.*)?", self._text, re.DOTALL):
             if not last:
@@ -76,11 +76,11 @@ class CallFinder:
 
 
 class Thoughts:
-    """Splits one choice's output into the reasoning between two marks and the rest. `begun`: the prompt ends with the first."""
+    """Splits a choice's output into the reasoning between two marks and the rest. `begun`: the prompt ends with the first mark."""
 
     def __init__(self, marks: tuple[str, str], begun: bool) -> None:
         self.marks = marks
-        self._mark = marks[1] if begun else marks[0]  # the one that comes next; "" after the second
+        self._mark = marks[1] if begun else marks[0]  # the mark that comes next; "" after the second
         self._text = ""
         self._fresh = True  # only white space since the last mark, which is dropped
 
