@@ -1,12 +1,12 @@
 """A global batch that follows the gradient noise scale, and learning rates that follow the batch.
 
-A batch of the noise scale takes twice the fewest steps, and twice the fewest samples, in which a loss can be reached (McCandlish et
-al., arXiv:1812.06162, section 2.3). Every so many steps the micro-batches of a step become as many as bring the batch nearest to
-`ratio` times the noise scale, within bounds, at most twice and at least half as many as before. If noise hides the gradient (the
-estimate of its square is not positive), the noise scale counts as endless.
+A batch of the size of the gradient noise scale reaches a loss in twice the least number of steps and twice the least number of
+samples (McCandlish et al., arXiv:1812.06162, section 2.3). Every few steps, the number of micro-batches per step is set so that the
+batch is as close as possible to `ratio` times the noise scale. It stays within bounds and changes at most by a factor of two. If
+noise hides the gradient (the estimate of its square is not positive), the noise scale counts as infinite.
 
-Ranks decide alike, by numbers that are the same on all of them (noise.py). Micro-batches stay what they are, and so does the order
-of samples: a step takes more or fewer of them.
+All ranks decide from numbers that are equal on all of them (noise.py), so they decide the same. Micro-batches keep their size, and
+samples their order: a step consumes more or fewer micro-batches.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 def adapt_batch(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
-    """The change that lets the batch follow the noise scale, if the plan says so."""
+    """The `Change` (changes.py) that lets the batch follow the noise scale; None if the plan does not ask for it."""
     settings = plan.adaptive
     return None if settings is None else lambda engine: AdaptiveBatch(engine, settings).connect()
 
 
 class AdaptiveBatch:
-    """The batch of one engine; checkpoints keep it, and the measurements behind it."""
+    """Adapts the batch of one engine. Checkpoints contain the batch size and the measurements behind it."""
 
     def __init__(self, engine: Engine, plan: AdaptivePlan) -> None:
         self.engine, self.plan = engine, plan
@@ -73,14 +73,14 @@ class AdaptiveBatch:
         self.engine.log({"Train/Samples/train_batch_size": now.train_batch_size})
 
     def _resize(self, accumulation: int) -> None:
-        """Take this number of micro-batches from the next step on, or what the bounds allow."""
+        """Set the micro-batches per step, within the bounds, from the next step on."""
         batch = self.engine.plan.batch
         per_pass = batch.train_batch_size // batch.accumulation
         accumulation = min(max(accumulation, -(-self.plan.least // per_pass)), max(self.plan.most // per_pass, 1))
         if accumulation != batch.accumulation:
             self.engine.set_batch(replace(batch, train_batch_size=accumulation * per_pass, accumulation=accumulation))
         schedule = self.engine.lr_scheduler
-        if self.plan.scale_lr != "none" and isinstance(schedule, VariableBatchSizeLR):  # not one that the script put in its place
+        if self.plan.scale_lr != "none" and isinstance(schedule, VariableBatchSizeLR):  # the script may have replaced the schedule
             schedule.resize(accumulation * per_pass)
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class AdaptiveBatch:
         return {"train_batch_size": self.engine.plan.batch.train_batch_size, **self.noise.means}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the saved batch, on another number of ranks with the nearest one."""
+        """Restore the saved batch; on another number of ranks, the nearest possible one."""
         self.noise.means = {name: state[name] for name in self.noise.means}
         batch = self.engine.plan.batch
         self._resize(round(state["train_batch_size"] * batch.accumulation / batch.train_batch_size))

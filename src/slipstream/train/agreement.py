@@ -1,4 +1,4 @@
-"""Check that ranks have the same plan, model, optimizer and versions, before anything depends on it, or made the same changes.
+"""Check that all ranks have the same plan, model, optimizer and versions, or made the same changes, before anything depends on it.
 
 fact   a name and a value as text, such as "gradient_clipping" and "1.0"
 """
@@ -52,21 +52,21 @@ def _is_own(key: str) -> bool:
 
 
 def facts_of_model(model: nn.Module) -> Facts:
-    """The facts of the parameters and buffers, which ranks of other stages and slices have differently."""
+    """The facts of the parameters and buffers. They differ between pipeline stages and between tensor-parallel slices."""
     facts = {f"parameter {name!r}": f"{_form(p)}{'' if p.requires_grad else ' frozen'}" for name, p in model.named_parameters()}
     return facts | {f"buffer {name!r}": _form(buffer) for name, buffer in model.named_buffers()}
 
 
 def fact_of_refusal(error: ValueError, what: str = "its config") -> Facts:
-    """The fact of a rank on which `what` is invalid: ranks on which it is valid would wait for it forever."""
+    """The fact that `what` is invalid on this rank. Otherwise ranks on which it is valid would wait for this one forever."""
     return {_REFUSAL: f"{what} ({error})"}
 
 
 @contextmanager
 def refused_together(what: str, group: Any = None) -> Iterator[None]:
-    """If the block, which has no collectives, raises ValueError on some ranks of a process group, all of them raise. Collective.
+    """If the block raises ValueError on some ranks of a process group, all ranks raise. The block has no collectives. Collective.
 
-    If it raises the same on all, each raises its own error. what: the error is about, of that rank"""
+    If all ranks raise the same error, each raises its own. what: the subject of the error text, as in `fact_of_refusal`."""
     try:
         yield
     except ValueError as error:
@@ -86,8 +86,8 @@ def facts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def facts_of_data(loader: Any) -> Facts:
-    """The facts of a loader that deals a dataset's samples to the ranks: with other numbers of samples they would end apart, with
-    other seeds some samples would be dealt twice."""
+    """The facts of a loader that distributes a dataset's samples over ranks. With different numbers of samples, ranks would end at
+    different steps; with different seeds, several ranks would read the same samples."""
     if loader is None or getattr(loader, "iterable", False):
         return {}
     seed = {"training_data's seed": str(loader.seed)} if getattr(loader, "shuffle", True) else {}
@@ -107,8 +107,8 @@ def check_alike(facts: Facts, group: Any = None, kind: Hashable = ()) -> None:
 
 
 def difference(facts: Facts, group: Any = None, kind: Hashable = ()) -> str:
-    """Compare the facts of the ranks of a process group that have the same kind of them, such as a pipeline stage; returns how they
-    differ, the same on every rank, "" if they do not. Collective over the group.
+    """Compare the facts of those ranks of a process group that pass the same `kind`, such as their pipeline stage. Returns how they
+    differ, or "", the same text on every rank. Collective over the group.
 
     Ranks gather one digest each, and the facts themselves only if the digests differ.
     """
@@ -131,7 +131,7 @@ def check_alike_on(facts: Facts, axis: Axis, kind: Hashable = ()) -> None:
 
 
 def conflict(ranks: Iterable[T], by_rank: Sequence[Mapping[str, Any]]) -> tuple[str, T, Any, T, Any] | None:
-    """(name, rank, its value, another rank, that one's) of the first difference, where ranks need not have the same names."""
+    """The first name whose value differs between two ranks that have it: (name, rank, its value, other rank, its value)."""
     firsts: dict[str, tuple[T, Any]] = {}
     for rank, values in zip(ranks, by_rank, strict=True):
         for name, value in values.items():

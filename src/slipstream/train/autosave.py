@@ -1,12 +1,12 @@
-"""Checkpoints that an engine saves by itself: every so many steps or minutes, and on a signal, before the process ends.
+"""Checkpoints that an engine saves by itself: every few steps or minutes, and on a signal, before the process ends.
 
-With `memory_every_steps` the newest checkpoint is also in the host's memory, in a folder of the launcher's agent, which outlives
-the ranks: those that it starts again resume from there, if none on disk is newer. On one host it is an ordinary checkpoint.
-With several hosts each has the files of its own ranks and of the host before it, so that one may be lost (checkpoint/hosts.py).
+With `memory_every_steps` the newest checkpoint is also kept in host memory, in a folder of the launcher's agent, which outlives the
+ranks. Restarted ranks resume from it unless a checkpoint on disk is newer. On one host it is an ordinary checkpoint. With several
+hosts, each holds the files of its own ranks and of the preceding host, so that one host may be lost (checkpoint/hosts.py).
 
-A signal may reach one rank only (a scheduler signals the first process of a job, or one host). Its wish is one more number in the
-exchange that every step has anyway, so that all ranks save at the end of the same step. Then all exit with code 85: "start again".
-Other engines of the process that listen to a signal with this one are saved with it, as they are then.
+A signal may reach one rank only (a scheduler signals the first process of a job, or one host). The rank's request is one more
+number in the exchange that every step makes, so all ranks save at the end of the same step. Then all exit with code 85: "start
+again". Other engines of the process that listen to the same signal are saved at that moment, too.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from slipstream.world.join import local_rank, local_world_size
 from slipstream.world.mesh import Axis, Mesh
 
 logger = logging.getLogger(__name__)
-SAVE, STOP = 1.0, 2.0  # wishes of a rank; the largest of all ranks is done
-_newest: dict[str, Autosave] = {}  # by absolute folder, of this process: whose engine was the last to begin training
+SAVE, STOP = 1.0, 2.0  # requests of a rank; the maximum over ranks is executed
+_newest: dict[str, Autosave] = {}  # absolute folder -> the one of this process whose engine began training last
 
 
 class Preempted(SystemExit):
-    """Raised by `engine.step()` on every rank when a signal asked for a checkpoint, and it is saved."""
+    """Raised by `engine.step()` on every rank after a signal has asked for a checkpoint and the checkpoint is saved."""
 
 
 class Saved(Protocol):
-    """What the checkpoints need of an engine."""
+    """The methods of an engine that automatic checkpoints call."""
 
     global_steps: int
     gate: Gate
@@ -56,25 +56,25 @@ class Saved(Protocol):
 
 
 class Autosave:
-    """The automatic checkpoints of one engine. `is_first`: this is the rank whose clock counts, and which logs.
+    """The automatic checkpoints of one engine. `is_first`: this rank's clock decides what is due, and this rank logs.
 
-    memory: the folder of those in memory; None: there are none
+    memory: the folder of the checkpoints in memory; None: there are none
     """
 
     def __init__(self, plan: CheckpointPlan, mesh: Mesh) -> None:
         self.plan, self.is_first, self._group, self._world = plan, mesh.is_first, mesh.world.group, mesh.world
         self.loaded = False
-        self.hosts: Hosts | None = None  # several, with a folder in memory each
+        self.hosts: Hosts | None = None  # if there are several, each with a folder in memory
         self.memory = self._find_memory(mesh.world) if plan.memory_every_steps else None
         self._last = time.monotonic()
         self.signal = 0
-        self.engine: Callable[[], Saved | None] = lambda: None  # once it has stepped, while it lives
+        self.engine: Callable[[], Saved | None] = lambda: None  # returns the engine once it has stepped, and while it lives
         self._handlers: list[_Handler] = []
         if plan.folder is not None and threading.current_thread() is threading.main_thread():
             self._handlers = [_Handler.join(self, signal.Signals[name]) for name in plan.on_signal]
 
     def _find_memory(self, world: Axis) -> str | None:
-        """This engine's folder on this host, by that on disk. Collective over the world."""
+        """The folder in memory of this host for the engine's folder on disk. Collective over the world."""
         folder = os.environ.get(brief.MEMORY)
         folders = world.gather(folder)
         self.hosts, why = hosts_of(world, in_memory=True)
@@ -85,33 +85,33 @@ class Autosave:
         return None if why or folder is None else os.path.join(folder, f"{zlib.crc32(str(self.plan.folder).encode()):08x}")
 
     @property
-    def wish(self) -> float:
+    def save_request(self) -> float:
         """What this rank asks all ranks to do at the end of this step."""
         if self.signal:
             return STOP
         is_due = self.plan.every_minutes and time.monotonic() - self._last >= 60 * self.plan.every_minutes
         return SAVE if is_due and self.is_first else 0.0
 
-    def after_step(self, engine: Saved, wish: float) -> None:
-        """Save if a rank wished it or the step is due. Collective. Raises Preempted if a rank got a signal."""
+    def after_step(self, engine: Saved, save_request: float) -> None:
+        """Save if a rank requested it or the step is due. Collective. Raises Preempted if a rank got a signal."""
         self._warn_of_restart(engine)
         if self.plan.folder is None:
             return
-        if self.engine() is None:  # its first step: an engine that only computes, as a reference model, saves nothing
+        if self.engine() is None:  # first step; an engine that never steps (a reference model) saves nothing
             _newest[os.path.abspath(self.plan.folder)] = self
         self.engine = weakref.ref(engine)
-        to_disk = wish or _is_due(engine.global_steps, self.plan.every_steps)
+        to_disk = save_request or _is_due(engine.global_steps, self.plan.every_steps)
         in_memory = self.memory if not to_disk and _is_due(engine.global_steps, self.plan.memory_every_steps) else None
         if not to_disk and in_memory is None:
             return
-        if wish != STOP:  # work that a signal ends is saved all the same
+        if save_request != STOP:  # after a signal, work is saved in any case
             self._check_alone(self.plan.folder)
         if in_memory is not None:
             self._save_in_memory(engine, in_memory)
             return
         self._last = time.monotonic()
         engine.save_checkpoint(self.plan.folder)
-        if wish == STOP:
+        if save_request == STOP:
             engine.finish_save()
             self._save_others()
             if self.is_first:
@@ -137,11 +137,11 @@ class Autosave:
             )
 
     def _save_others(self) -> None:
-        """Save the other engines of this process, the last of each folder. Collective over this one's ranks."""
+        """Save the other engines of this process, the newest of each folder. Collective over this engine's ranks."""
         listed = [each for handler in self._handlers for each in handler.engines]
-        last = {each.plan.folder: i for i, each in enumerate(listed)}  # one that was abandoned must not lie over its successor
+        last = {each.plan.folder: i for i, each in enumerate(listed)}  # an abandoned engine must not overwrite its successor's
         alive = {i: engine for i in last.values() if (engine := self._savable(listed[i])) is not None}
-        for i in sorted(set.intersection(*self._world.gather(set(alive)))):  # garbage differs between ranks
+        for i in sorted(set.intersection(*self._world.gather(set(alive)))):  # engines may be garbage-collected on some ranks only
             try:
                 alive[i].save_checkpoint(listed[i].plan.folder or "")
                 alive[i].finish_save()
@@ -161,7 +161,7 @@ class Autosave:
         return engine
 
     def _save_in_memory(self, engine: Saved, folder: str) -> None:
-        """Collective, and never the end of training: where memory does not suffice, there are no more of them."""
+        """Save in memory. Collective. Never ends training: if memory does not suffice, saving in memory stops."""
         try:
             engine.save_checkpoint(folder)
         except CheckpointError as error:
@@ -175,7 +175,7 @@ class Autosave:
             return
         if self.memory is not None and self._resume_from_memory(engine, self.memory, self.plan.folder):
             return
-        if any(self._world.gather(os.path.isdir(self.plan.folder))):  # a host that is new may lack its own
+        if any(self._world.gather(os.path.isdir(self.plan.folder))):  # a new host may lack the folder
             engine.load_checkpoint(self.plan.folder)
 
     def _resume_from_memory(self, engine: Saved, memory: str, disk: str) -> bool:
@@ -206,15 +206,15 @@ def _is_due(step: int, every: int) -> bool:
 
 
 class _Handler:
-    """What a signal does while engines of this process listen to it; the last one that leaves gives it back.
+    """The signal handler while engines of this process listen to a signal. When the last engine leaves, the old handler returns.
 
-    before: what it did, which a second signal does at once, and one without engines (a script's function may call this one, and
-    outlive them). If it is a function of the user's, it is called when all is saved.
+    before: the old handler. A user's function is called when everything is saved. It takes a second signal at once, and any signal
+    while no engine listens (a script's own handler may call this one, and outlive the engines).
     """
 
     def __init__(self, number: int) -> None:
         self.number, self.engines = number, list[Autosave]()
-        self.before: Any = signal.signal(number, self) or signal.SIG_DFL  # None: a library's, not Python's
+        self.before: Any = signal.signal(number, self) or signal.SIG_DFL  # None: installed by a C library, not by Python
 
     @staticmethod
     def join(engine: Autosave, number: int) -> _Handler:
@@ -232,7 +232,7 @@ class _Handler:
             each.close()
         if callable(self.before):
             self.before(number, frame)
-        elif self.before is signal.SIG_DFL and frame is not None:  # None: `pass_on`, before the exit with AGAIN
+        elif self.before is signal.SIG_DFL and frame is not None:  # no frame: `pass_on` calls, before the exit with AGAIN
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -249,7 +249,7 @@ class _Handler:
 
 
 def hosts_of(world: Axis, *, in_memory: bool) -> tuple[Hosts | None, str]:
-    """The hosts of several, whose directories are their own; None for one host, or with why it cannot be. Collective."""
+    """Several hosts with separate directories; or None, with the reason if that is impossible, "" for one host. Collective."""
     own = local_world_size()
     sizes, places = zip(*world.gather((own, local_rank())), strict=True)
     if len(set(sizes)) > 1 or world.size % own or list(places) != [i % own for i in range(world.size)]:
@@ -262,7 +262,7 @@ def hosts_of(world: Axis, *, in_memory: bool) -> tuple[Hosts | None, str]:
 
 
 def _steps_in(directory: str, group: dist.ProcessGroup | None) -> int:
-    """The number of steps before a directory's latest checkpoint; -1: there is none that can be read. Collective."""
+    """The number of steps before a directory's latest checkpoint; -1 if there is no readable one. Collective."""
     try:
         tag = checkpoint.latest_tag(directory, group=group)
         counters = {} if tag is None else checkpoint.load_metadata(directory, tag, group=group).shared.get("counters", {})

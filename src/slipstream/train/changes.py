@@ -1,6 +1,6 @@
-"""What the config changes in a model before it is cut and wired, or adds to its engine: a row for each feature.
+"""What the config changes in a model before it is divided into units, or adds to its engine: one row per feature.
 
-A change replaces classes of modules in place, so that the names of parameters, and with them checkpoints, stay what they are.
+Changes replace classes of modules in place, so the names of parameters, and with them checkpoints, stay the same.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from slipstream.zero.init import Load, asked
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
-# Changes the model as the plan says, or raises ValueError before it has changed anything. Returns what connects it to the engine:
-# hooks by step (`states.after_step`), counters that checkpoints keep. None: nothing to connect.
+# Changes the model as the plan says, or raises ValueError before it has changed anything. Returns a function that connects the
+# change to the engine (hooks per step in `states.after_step`, counters for checkpoints), or None.
 Change = Callable[[nn.Module, Plan], "Callable[[Engine], None] | None"]
 
 
@@ -47,7 +47,7 @@ def _sparse_attention(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:
     def connect(engine: Engine) -> None:
         for module in engine.module.modules():
             if isinstance(module, SparseSelfAttention):
-                module.forget_layouts()  # of before the first rank's `master_layout` was distributed
+                module.forget_layouts()  # made before the first rank's `master_layout` was distributed
 
     return connect
 
@@ -58,7 +58,7 @@ def _multiply(model: nn.Module, plan: Plan) -> None:
 
 
 def _quantize(model: nn.Module, plan: Plan) -> None:
-    """First, so that what other changes copy of a layer is quantized, too."""
+    """The first change, so that copies that other changes make of a layer are quantized, too."""
     if plan.quantized is not None:
         reader = asked(model)
         is_unread: Callable[[str], bool] = nothing if reader is None or isinstance(reader, Load) else reader.__contains__
@@ -76,7 +76,7 @@ def _fuse_layers(model: nn.Module, plan: Plan) -> None:
 
 
 def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
-    """Compress the model, unless `init_compression` has done so before; the steps are the engine's from now on."""
+    """Compress the model, unless `init_compression` has done so before; from now on the engine counts the steps."""
     if plan.compression is not None and clock_of(model) is None:
         init_compression(model, plan.compression)
     clocks = clocks_of(model)
@@ -86,7 +86,7 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     order = None if block is None else SecondOrder(model, Eigenvalue(**block))
 
     def connect(engine: Engine) -> None:
-        keeps = plan.zero.stage < 3 and plan.batch.accumulation > 1  # weights stay where they are, and are rounded once a step
+        keeps = plan.zero.stage < 3 and plan.batch.accumulation > 1  # weights stay in place, so they are rounded once a step
 
         def follow(_: bool = True) -> None:
             for clock in clocks:
@@ -104,7 +104,7 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
 
 
 def _generate(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
-    """`engine.generate`. It joins training and serving, which do not know each other, so it is above both, and found by name."""
+    """`engine.generate`. It combines training and serving, which do not import each other, so compat has it, imported by name."""
     if plan.rollouts is None:
         return None
     hybrid: Any = importlib.import_module("slipstream.compat.hybrid")
@@ -142,7 +142,7 @@ CHANGES: tuple[Change, ...] = (
 
 
 def change_model(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:
-    """Apply every change. Returns what connects them to the engine once it is built."""
+    """Apply every change. Returns a function that connects them to the engine once it is built."""
     return _all([connect for change in CHANGES if (connect := change(model, plan)) is not None])
 
 

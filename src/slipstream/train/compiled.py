@@ -1,7 +1,7 @@
 """torch.compile for a model's repeated blocks, as the config's `compile` says, without changes to the model's code.
 
-The block's `forward` is replaced on the instance, inside `activation`'s replacement, so hooks and recompute stay outside the graph:
-identical blocks share one graph, and `fullgraph` works. A model without repeated blocks is compiled as a whole.
+The block's `forward` is replaced on the instance, inside the replacement of `activations`, so hooks and recompute stay outside the
+graph: identical blocks share one graph, and `fullgraph` works. A model without repeated blocks is compiled as a whole.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Curriculum learning by sequence length (Li et al. 2021, arXiv 2108.06084): short sequences first, longer ones step by step.
 
-The length is a function of the step (`slipstream.data.schedules`), so a resumed run goes on where it was.
+The length is a function of the step (`slipstream.data.schedules`), so a resumed run continues at the right length.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _KEYWORD = "curriculum_seqlen"
 
 
 def shorten_sequences(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
-    """Let training see the first tokens of each sequence only, as many as the config's `curriculum_learning` says.
+    """Shorten every training sequence to its first tokens, as many as the config's `curriculum_learning` says for the step.
 
-    A forward with an argument `curriculum_seqlen` (or, outside of transformers, any keywords) gets the number; of any other one the
-    token tensors [batch, tokens] are cut. Raises ValueError for a bad schedule.
+    A forward that takes an argument `curriculum_seqlen` (or, outside transformers, any keyword) gets the length. For any other
+    forward, the token tensors [batch, tokens] are cut. Raises ValueError for a bad schedule.
     """
     if plan.curriculum is None:
         return None
@@ -40,7 +40,7 @@ def shorten_sequences(model: nn.Module, plan: Plan) -> Callable[[Engine], None] 
         def shorten(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             if not module.training:
                 return None
-            if scheduler.current >= scheduler.most:  # a loaded checkpoint may be of an earlier step
+            if scheduler.current >= scheduler.most:  # a loaded checkpoint may have an earlier step
                 scheduler.current = scheduler.least
             length = scheduler.update_difficulty(engine.global_steps + 1)
             return (args, kwargs | {_KEYWORD: length}) if takes_number else cut(args, kwargs, int(length))
@@ -51,9 +51,8 @@ def shorten_sequences(model: nn.Module, plan: Plan) -> Callable[[Engine], None] 
 
 
 def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The first `length` tokens of every token tensor: [batch, tokens] as the first tensor of whole numbers; masks of any dtype.
-
-    Raises ValueError if there is none.
+    """The arguments with the first `length` tokens of every token tensor. Token tensors have the shape [batch, tokens] of the first
+    integer tensor, or are masks of any dtype. Raises ValueError if there is no integer tensor.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     tokens = next((tensor for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()), None)
@@ -67,7 +66,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> tuple[
     def shorter(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() < 2 or length >= whole:
             return value
-        if value.dim() == 4 and value.shape[-2:] == (whole, whole):  # a mask of queries and keys
+        if value.dim() == 4 and value.shape[-2:] == (whole, whole):  # an attention mask
             return value[..., :length, :length]
         is_of_tokens = value.shape[1] == whole and (
             value.dim() == 2 or value.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -1,7 +1,7 @@
 """The training data of one rank: a distributed loader with a position that can be saved and restored.
 
 `StatefulLoader` shuffles a map-style dataset anew each epoch, distributes the samples round-robin and counts the samples consumed
-by all ranks. A checkpoint so resumes at the next batch without reading the previous ones, also at another world or batch size.
+by all ranks. So a checkpoint resumes at the next batch without reading the previous ones, also at another world size or batch size.
 Every rank gets the same number of batches of the same sizes.
 
 [Note: Dealing] An epoch is one permutation, the same on all ranks (seed + epoch, as in torch's DistributedSampler). Its sample i
@@ -9,8 +9,8 @@ goes to rank i % world, so a global batch is a contiguous window of the permutat
 integer: samples consumed by all ranks together. Without `drop_last` the end is padded with the epoch's first samples, fewer than
 one per rank; with it the last incomplete global batch is dropped.
 
-[Note: Uneven ranks] Where ranks do not divide a global batch (`window`), some have one sample less than others in each. The end of
-an epoch is then padded to a whole window, so that a rank's share is the same in all.
+[Note: Uneven ranks] If the number of ranks does not divide a global batch (`window`), some ranks have one sample less than others
+in each. The end of an epoch is then padded to a whole window, so that a rank has the same share in every window.
 
 [Note: Iterable datasets] An `IterableDataset`, or any other iterable, must yield the same stream in every process. Each rank reads
 all of it, in windows of a global batch, and keeps its own samples as above. Two or more workers would each read all of it, so they
@@ -62,11 +62,11 @@ class Position:
 
 @dataclass(eq=False)
 class StatefulLoader:
-    """The loader of one rank; `batch_size` counts the samples of a micro-batch on it, `window` those on all ranks (None: as many on
-    each). Each `iter()` is one epoch, shuffled by its number unless `shuffle` is false. Raises ValueError if the dataset cannot be
-    distributed.
+    """The loader of one rank. `batch_size` counts the samples of this rank's micro-batch, `window` those of all ranks (None: equal
+    shares). Each `iter()` is one epoch, shuffled by its number unless `shuffle` is false. Raises ValueError if the dataset cannot
+    be distributed.
 
-    After `load_state_dict` the next `iter()` yields the remainder of the saved epoch, and a running iteration continues from there.
+    After `load_state_dict` the next `iter()` yields the rest of the saved epoch, and a running iteration continues from there.
     An epoch that was left early is not resumed: the next `iter()` starts a new one.
     """
 
@@ -100,10 +100,10 @@ class StatefulLoader:
         else:
             _check_indexable(dataset, size, world, self.global_batch_size if self.drop_last else 1, self.drop_last)
         self.collate_fn = self.collate_fn or default_collate
-        self._position = Position()  # of the newest iteration, which moves it
+        self._position = Position()  # of the newest iteration, which advances it
         self._resume = False  # the next iter() starts at _position
         self._loads = 0
-        self._kept: DataLoader[Any] | None = None  # with its workers
+        self._kept: DataLoader[Any] | None = None  # keeps its workers alive
 
     @property
     def epoch(self) -> int:
@@ -111,7 +111,7 @@ class StatefulLoader:
 
     @property
     def position_is_own(self) -> bool:
-        """Whether the position is this rank's own, because its dataset is a shard."""
+        """Whether the position differs between ranks, because the dataset yields only this rank's samples."""
         return self.iterable and _is_sharded(self.dataset)
 
     @property
@@ -121,7 +121,7 @@ class StatefulLoader:
 
     @property
     def padding(self) -> int:
-        """What the samples of an epoch's last batch are padded to a multiple of ([Note: Uneven ranks])."""
+        """The samples of an epoch's last batch are padded to a multiple of this number ([Note: Uneven ranks])."""
         window = self.global_batch_size
         return window if window % self.world_size else self.world_size
 
@@ -213,14 +213,14 @@ class StatefulLoader:
 
 
 class RepeatingLoader:
-    """An endless iterator over any loader: it starts the next epoch when one ends.
+    """An endless iterator over any loader: when an epoch ends, the next one starts.
 
     It reshuffles a loader whose `sampler` has `set_epoch` (torch's DistributedSampler). Its state is the loader's.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
-        self.epoch = 0  # epochs that ended here
+        self.epoch = 0  # epochs that ended in this iterator
         self._batches: Iterator[Any] | None = None
 
     def __iter__(self) -> RepeatingLoader:
@@ -261,7 +261,7 @@ class RepeatingLoader:
 
 
 class _Epoch:
-    """One iteration over a StatefulLoader; it moves to a position that is loaded meanwhile."""
+    """One iteration over a StatefulLoader; if a position is loaded meanwhile, it continues there."""
 
     def __init__(self, loader: StatefulLoader, *, resumed: bool) -> None:
         self.loader = loader
@@ -324,7 +324,7 @@ class _RankStream(IterableDataset[list[Any]]):
 
 
 def _start_worker(init: Callable[[int], Any] | None, worker: int) -> None:
-    """Let `get_worker_info().dataset` be the user's dataset, not the stream around it."""
+    """Make `get_worker_info().dataset` the user's dataset instead of the stream around it."""
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # torch forbids `info.dataset =`
     if init is not None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's names of the engine's methods, for the error of a script that calls one on `slipstream.Engine`.
+"""DeepSpeed's names of engine methods, for the error text if a script calls one on `slipstream.Engine`.
 
 `compat` builds its methods from `RENAMED`.
 """
@@ -47,7 +47,7 @@ _INSTEAD: Mapping[str, str] = {
 
 
 def explain_missing(name: str) -> str:
-    """How to get an attribute that `slipstream.Engine` does not have: here, or from the engine of `import deepspeed`."""
+    """Where to find an attribute that `slipstream.Engine` lacks: its name here, or the engine of `import deepspeed`."""
     instead = f"engine.{RENAMED[name]}" if name in RENAMED else _INSTEAD.get(name)
     here = f"use {instead}. " if instead else ""
     return (

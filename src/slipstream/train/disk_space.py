@@ -22,7 +22,6 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 def tiers_of(plan: OffloadPlan) -> Tiers:
-    """The memory tiers of the plan."""
     return Tiers(
         weights=_TIERS[plan.param],
         optim=_TIERS[plan.optimizer],
@@ -88,7 +87,7 @@ def _asks(plan: OffloadPlan, needs: Needs) -> dict[str, Ask]:
         if tier != "nvme":
             continue
         assert path is not None, "resolve() requires nvme_path"
-        nbytes = max(nbytes, ALIGNMENT)  # a rank without a share, or with all parameters frozen, participates with one page
+        nbytes = max(nbytes, ALIGNMENT)  # a rank without a share, or with only frozen parameters, still joins, with one page
         folder, device, free = os.path.realpath(path), -1, nbytes
         with suppress(OSError):
             device, facts = os.stat(folder).st_dev, os.statvfs(folder)

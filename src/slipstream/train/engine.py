@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 def _weak(method: Callable[[], None]) -> Callable[[], None]:
-    """A callback that does not keep the method's object alive; a no-op once the object is gone."""
+    """A callback that does not keep the method's object alive, and does nothing once the object is gone."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -67,7 +67,7 @@ def _weak(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def _folder(argument: str, path: object) -> str:
-    """Raises ValueError for None and "": as strings they would name the folder "None" and the current folder."""
+    """Raise ValueError for None and "", which as strings would name the folder "None" and the current folder."""
     if path is None or not str(path):
         raise ValueError(f"engine.{argument} is {path!r}: pass the path of a folder")
     return str(path)
@@ -106,7 +106,7 @@ class Engine(nn.Module):
         states.homes.check = _weak(states.check_disk)  # the model's hooks must not keep the states alive
         self.saves = Saves(states)
         self.operation: Surgery | None = None  # the open surgery
-        self.optimizer: Any = None  # set by initialize, as the next two
+        self.optimizer: Any = None  # `initialize` sets this and the next two
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.rank, self.world_size = self.mesh.rank, self.mesh.world.size
@@ -209,14 +209,14 @@ class Engine(nn.Module):
         rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self.progress.step_done(self.global_steps, self.skipped_steps, rates, verdict.norm, self.precision.loss_scale)
         self.watch.phase = "idle"
-        self.saves.auto.after_step(self, verdict.wish)
+        self.saves.auto.after_step(self, verdict.save_request)
 
     def _finish_window(self) -> Verdict:
         self.window.check_loop(self.states.hooks.backwards, logs=self.mesh.is_first)
         if self.states.hooks.backwards:
             self.precision.end_step()
         window.finish(self.states, self.window.alpha())
-        return judge(self.states, self.precision.loss_scale, self.plan.gradient_clipping, self.saves.auto.wish)
+        return judge(self.states, self.precision.loss_scale, self.plan.gradient_clipping, self.saves.auto.save_request)
 
     def _count(self, verdict: Verdict) -> None:
         self.global_grad_norm = verdict.norm
@@ -240,8 +240,8 @@ class Engine(nn.Module):
             advance(self.lr_scheduler, self.plan.batch.train_batch_size)
 
     def _take_overflow(self, verdict: Verdict) -> None:
-        """Adjust the loss scale and warn of gradients that are not finite: at each skipped step, at applied ones when the count
-        is a power of two."""
+        """Adjust the loss scale, and warn of nonfinite gradients: at every skipped step, and at applied steps when their count is a
+        power of two."""
         before = self.precision.loss_scale
         self.precision.scaler.update(self.step_applied, verdict.culprit, verdict.cause)
         if verdict.finite:
@@ -299,8 +299,8 @@ class Engine(nn.Module):
         self.states.hooks.forget_backwards()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss as the engine scales outputs, for fp16 and for `elastic_batch`: for a loss that does not depend on the
-        engine's outputs, such as one of parameters or of a submodule's outputs."""
+        """Return the loss scaled like the engine's outputs (fp16, `elastic_batch`). For a loss that does not depend on those
+        outputs, such as a loss of parameters or of a submodule's outputs."""
         return loss.float() * self.precision.incoming()
 
     # -- states by name --
@@ -327,7 +327,7 @@ class Engine(nn.Module):
         return state
 
     def _joined_parts(self, state: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
-        """The wholes of the parameters of which this rank has a part, by the identity of that. Collective."""
+        """The whole parameters of which this rank has a part, keyed by the identity of the part. Collective."""
         joined: dict[tuple[Any, ...], Any] = {}
         for unit in self.units:
             for i, (name, param) in enumerate(zip(unit.names, unit.params, strict=True)):
@@ -535,7 +535,7 @@ class Engine(nn.Module):
 
     def expert_load(self) -> dict[str, ExpertLoad]:
         """Return the load of the experts in the last step, over all ranks, by the name of their layer: the number of routes to each
-        expert, the share of dropped ones, and the mean auxiliary loss. Collective. In a pipeline: of the layers of this stage."""
+        expert, the share of dropped routes, and the mean auxiliary loss. Collective. In a pipeline: the layers of this stage."""
         from slipstream.moe.load import meters, sum_loads
 
         by_name = meters(self.module)
@@ -544,8 +544,8 @@ class Engine(nn.Module):
             return sum_loads({name: meter.last for name, meter in by_name.items()}, total, by_name) if by_name else {}
 
     def log(self, figures: Mapping[str, float | Tensor]) -> None:
-        """Give figures of the script, by tag, to the monitors of the config, over `global_samples`. Rank 0 alone has monitors;
-        other ranks, and all without monitors, do nothing. A tensor, of one element, is waited for."""
+        """Pass the script's figures, by tag, to the monitors of the config, at `global_samples`. Only rank 0 has monitors;
+        elsewhere this does nothing. A one-element tensor is read, which waits for the device."""
         self.gate.check("log")
         if (monitors := self.states.resources.get("monitors")) is not None:
             monitors.write_events([(tag, value, self.global_samples) for tag, value in figures.items()])
@@ -601,7 +601,7 @@ class Engine(nn.Module):
 
     def exchange(self, axis: str) -> Exchange:
         """The collectives on activations between the ranks of an axis, "sp" or "tp", for layers that compute in parts
-        (slipstream.parallel). Collective over the axis at the first call. Raises ValueError for another axis."""
+        (slipstream.parallel). The first call is collective over the axis. Raises ValueError for another axis."""
         if axis not in ("sp", "tp"):
             raise ValueError(f"engine.exchange({axis!r}): use 'sp' or 'tp'")
         return self.states.exchange(axis)
@@ -672,7 +672,7 @@ class Engine(nn.Module):
         with self.together("destroy"):
             states.hooks.remove()
             own = torch.tensor([float(isinstance(unit.weights, DiskStore)) for unit in states.units], dtype=torch.float64)
-            anywhere = states.comms.data.exchange(own).any(0).tolist()  # a rank without a share of a unit participates
+            anywhere = states.comms.data.exchange(own).any(0).tolist()  # a rank without a share of a unit takes part, too
             for unit, on_disk in zip(states.units, anywhere, strict=True):
                 memory.close(unit, on_disk=on_disk)
             access.forget(states.units)

@@ -1,7 +1,7 @@
-"""The layers of experts of an engine: their load, the bias that balances them, their auxiliary losses, routers that lose tokens,
-and which experts rest.
+"""The layers of experts of an engine: their load, the bias that balances them, their auxiliary losses, routers that drop tokens,
+and experts that an update skips.
 
-Connected at the start, and anew after each surgery, which may have added layers.
+Connected at the start, and again after each surgery, which may have added layers.
 """
 
 from __future__ import annotations

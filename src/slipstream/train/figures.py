@@ -1,4 +1,4 @@
-"""The figures that monitors get of each step, and how an engine gets its monitors (observe/monitors.py).
+"""The figures of each step that monitors get, and how an engine gets its monitors (observe/monitors.py).
 
 Rank 0 alone has monitors. A step's figures are read after the step, when the verdict has already waited for the device.
 """
@@ -20,13 +20,13 @@ from slipstream.world.host import Resident
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
-# For each weight and token: 2 in forward, 4 in backward, of which 2 are for the weight's own gradient (Kaplan et al.,
+# Per weight and token: 2 in the forward, 4 in the backward, of which 2 are for the weight's own gradient (Kaplan et al.,
 # arXiv:2001.08361).
 FLOP_TRAINED, FLOP_FROZEN = 6, 4
 
 
 def monitor(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
-    """The change that adds monitors to an engine. Raises ValueError for a package or a class that is missing."""
+    """The `Change` (changes.py) that adds monitors to an engine. Raises ValueError for a missing package or class."""
     own = {name: block for name, block in plan.own_monitors.items() if name != "custom"}
     blocks: dict[str, Mapping[str, Any]] = {**plan.monitors, **own, **plan.own_monitors.get("custom", {})}
     if not blocks:
@@ -54,9 +54,9 @@ class _Tokens:
         self.seen = 0  # in this step, on this rank
         mesh = engine.mesh
         self.parts = mesh.batch.size * mesh.sp.size  # ranks that see different tokens
-        self.weight = engine.precision.weight  # this rank's samples over the mean of all
+        self.weight = engine.precision.weight  # this rank's samples over the mean of all ranks
         is_whole = mesh.world.size == self.parts and not expert_loads(engine.module)  # each rank has all weights of a token
-        self.flop = _flop(engine) if is_whole else 0  # of a token's products; 0: not known
+        self.flop = _flop(engine) if is_whole else 0  # per token; 0: unknown
         engine.states.before_forward(self._count, with_kwargs=True)
 
     def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class _Tokens:
 
 
 def _flop(engine: Engine) -> int:
-    """Of a token's products with the weights, without those of attention's scores. Embeddings have products if they are tied."""
+    """FLOP per token of products with weights, without attention scores. Embeddings count only if they are tied to a product."""
     modules = (module for module in engine.module.modules() if not isinstance(module, nn.Embedding))
     met = {id(param) for module in modules for param in module.parameters(recurse=False)}
     return sum(
@@ -103,6 +103,6 @@ def _figures(engine: Engine, tokens: _Tokens, memory: Resident) -> list[tuple[st
 
 
 def _texts(engine: Engine) -> dict[str, str]:
-    """What a report says beside the curves."""
+    """The text that a report shows beside the curves."""
     settings, environment = describe(engine.plan), report.as_text(report.collect())
     return {"Settings": settings, "Environment": environment, "Memory and traffic of each rank, predicted": engine.explain()}

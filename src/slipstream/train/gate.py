@@ -1,6 +1,6 @@
 """Conditions that block an engine's methods, and the methods that work regardless.
 
-The reason of a block is the text of the RuntimeError of every call that it refuses, so it says how to fix it.
+The reason of a block is the text of the RuntimeError that blocked calls raise, so it says what to do.
 """
 
 from __future__ import annotations

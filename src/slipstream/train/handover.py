@@ -1,10 +1,10 @@
 """Hand-over: stream a training engine's weights to an inference engine, unit by unit, as names and full tensors.
 
-One unit is gathered at a time (with shared memory nothing is copied: ranks read the weights in place), slices are joined, and a
-stage's weights go to the ranks of the others. PEFT adapters are merged: under the base weight's name the stream yields the sum of
-base and adapter, and it skips the adapters' own weights. Adapters that are not a sum with one weight raise an error before the
-stream starts. For a module that PEFT trains a copy of, the stream yields that copy. Weights quantized by `slipstream.quantize` are
-dequantized.
+One unit is gathered at a time (over shared memory nothing is copied: ranks read the weights in place). Slices are joined, and each
+stage's weights go to the ranks of the other stages. PEFT adapters are merged: under the base weight's name the stream yields the
+sum of base and adapter, and it skips the adapters' own weights. Adapters that are not a sum with one weight raise an error before
+the stream starts. For a module of which PEFT trains a copy, the stream yields the copy. Weights quantized by `slipstream.quantize`
+are dequantized.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def stream(states: States) -> Iterator[tuple[str, Tensor]]:
     for place, facts in enumerate(announced_by_stages(states)):
         for name, (shape, dtype) in facts.items():
             weight = next(own)[1] if place == pp.index else torch.empty(0, dtype=dtype, device=states.device)
-            if name not in passed:  # a tied one, which several stages have
+            if name not in passed:  # a tied parameter is in several stages
                 passed.add(name)
                 sizes = [math.prod(shape) if i == place else 0 for i in range(pp.size)]
                 yield name, exchange.gather(weight.reshape(-1), 0, sizes).view(shape)
@@ -84,7 +84,7 @@ def announced(states: States) -> dict[str, tuple[Shape, torch.dtype]]:
 
 
 def announced_by_stages(states: States) -> list[dict[str, tuple[Shape, torch.dtype]]]:
-    """`announced` of each stage. Collective over the stages; where one of them cannot be streamed, all raise its ValueError."""
+    """`announced` of each stage. Collective over the stages; if one of them cannot be streamed, all raise its ValueError."""
     facts, failure = dict[str, tuple[Shape, torch.dtype]](), ""
     try:
         facts = announced(states)
@@ -110,7 +110,7 @@ def adapted_buffers(states: States, buffers: Iterable[str]) -> dict[str, str]:
 
 
 def version(states: States) -> tuple[Any, ...]:
-    """Equal while `stream` yields the same values, on all ranks alike. A running update counts when it is done."""
+    """Equal values mean that `stream` yields the same weights; equal on all ranks. A running update counts when it is done."""
     adapters = [(tuple(layer.active_adapters), layer.disable_adapters, layer.merged) for _, layer in _layers(states.model)]
     return [unit.shown.num_changes for unit in states.units], adapters
 
@@ -232,7 +232,7 @@ def _merged(weight: Tensor, layer: Any) -> Tensor:
 
 
 def bare(name: str) -> str:
-    """The name of a parameter or buffer in the model that PEFT wrapped."""
+    """The name that a parameter or buffer has in the model that PEFT wrapped."""
     name = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
     before, is_copy, after = name.partition(".modules_to_save.")
     return f"{before}.{after.partition('.')[2]}" if is_copy else name

@@ -99,13 +99,13 @@ def initialize(
     optimizer         a torch optimizer over the model's parameters, or a callable that makes one from parameters or groups;
                       default: the config's, or none (an engine for inference)
     model_parameters  parameters or parameter groups for the config's optimizer; default: all
-    training_data     a dataset, for a distributed loader with the config's micro-batch size; or a DataLoader of one, of which
-                      that keeps the order (shuffled or not, the seed of its generator), collate_fn, drop_last and the workers
+    training_data     a dataset, for a distributed loader with the config's micro-batch size; or a DataLoader, of which the new
+                      loader keeps dataset, order (shuffled or not, the generator's seed), collate_fn, drop_last and workers
     lr_scheduler      a scheduler whose `step()` needs no arguments, or `increment`, the number of samples (Megatron's); or a
                       callable that makes one from the optimizer; default: the config's
     collate_fn        of the loader for `training_data`
-    mpu               your own model parallelism, by Megatron's contract (parallel/mpu.py): `get_data_parallel_group()` has the
-                      ranks that share the states, and `get_tensor_model_parallel_rank()` and its like the ranks of one replica
+    mpu               your own model parallelism, by Megatron's contract (parallel/mpu.py): `get_data_parallel_group()` holds the
+                      ranks that share the states, `get_tensor_model_parallel_rank()` and the like place a rank in its replica
     distributed_port  port of the rendezvous, if the environment does not set it
     dist_init_required  False: do not initialize a process group
     config_params     an older name of `config`
@@ -123,9 +123,9 @@ def initialize(
     group, sizes = layout_of(mpu, mesh_param)
     facts = _facts(model, device, optimizer, training_data, lr_scheduler, sizes)
     plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
-    check_alike(facts_of_plan(plan, model, device), group)  # first what is exchanged: a rank that refuses its config waits here
+    check_alike(facts_of_plan(plan, model, device), group)  # the first exchange: a rank that refuses its config waits here
     places = places_of(mpu)
-    with refused_together("its model", group):  # weights that are not finite, for instance, may be on one rank only
+    with refused_together("its model", group):  # one rank alone may have nonfinite weights, for instance
         connect_changes = change_model(model, plan)
     mesh = _mesh(plan, model, group, places)
     part = _part(model, mesh, is_users=places is not None)
@@ -135,14 +135,14 @@ def initialize(
     plan = _recomputing(plan, model)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     _log_config(plan, loaded, overrides, optimizer, mesh)
-    with refused_together("its samples", group):  # a host may lack a file of them
+    with refused_together("its samples", group):  # a host may lack one of their files
         loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = _first_values(model, mesh, device)
     inner, rule = build_optimizer(named, model, optimizer, model_parameters, on_host=plan.offload.optimizer != "none")
     scheduler = scaled_schedule(plan, loader, scheduler_of(plan, lr_scheduler, inner), inner)
     check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.world, part)
-    # of the ranks of a replica, one may have the data and send them to the others
+    # one rank of a replica may have the data and send them to the others
     check_alike_on(facts_of_data(loader), mesh.world, (part, loader is None))
     if mesh.is_first:
         warn_of_frozen(inner)
@@ -171,7 +171,7 @@ def _mesh(plan: Plan, model: nn.Module, group: Any, places: Any) -> Mesh:
 
 
 def _part(model: nn.Module, mesh: Mesh, is_users: bool) -> tuple[int, ...]:
-    """What of the whole model a rank was given: its stage, and its slices if the user has made them. Others have the same."""
+    """The part of the model that a rank was given: its stage, and its slices if the user made them. Replicas have the same."""
     is_sliced = is_users or _has_model_axis(model) or any(_is_on(param, "tp") for param in model.parameters())
     place = mesh.places[mesh.rank]
     return (place.pp, place.tp) if is_sliced else (place.pp,)
@@ -192,7 +192,7 @@ def _checked_model(model: Any) -> nn.Module:
 
 
 class _Cut(NamedTuple):
-    """What computes this rank's part of a model's layers, of its sequences and of its experts; None: whole, or cut by the user."""
+    """What computes this rank's part of a model's layers, sequences and experts; None: whole, or cut by the user."""
 
     slices: Slices | None
     sequences: Sequences | None
@@ -225,10 +225,10 @@ def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh
 
 
 def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, cut: _Cut) -> tuple[nn.Module, Any]:
-    """The module of this rank's pipeline stages, and those of the given parameters that it has; without stages, both unchanged."""
+    """The module of this rank's pipeline stages, and the given parameters that it has; without stages, both are unchanged."""
     whole = model
     ties = any(_is_on(param, "pp") for param in model.parameters())
-    own_stages = any(mesh.pp.gather(ties))  # the user's, of which one or another has parameters of others: mark_tied
+    own_stages = any(mesh.pp.gather(ties))  # stages built by the user, which share parameters (mark_tied)
     if mesh.pp.size > 1 and not isinstance(model, PipelineModule) and not own_stages:
         if not hasattr(getattr(model, "config", None), "model_type"):
             raise ValueError(
@@ -246,7 +246,7 @@ def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, 
 
 
 def _recomputing(plan: Plan, model: nn.Module) -> Plan:
-    """The plan in which `pipeline.activation_checkpoint_interval` recomputes a decoder's blocks; a PipelineModule reads it."""
+    """The plan in which `pipeline.activation_checkpoint_interval` recomputes a decoder's blocks. A PipelineModule reads it."""
     if not plan.pipeline.recompute_interval or isinstance(model, PipelineModule) or plan.activations.way == "recompute":
         return plan
     if not isinstance(model, PipelinedDecoder) or plan.activations.way == "offload":
@@ -291,7 +291,7 @@ def _first_values(model: nn.Module, mesh: Mesh, device: torch.device) -> FirstVa
 
 
 def _resolve(loaded: LoadedConfig, facts: ModelFacts, group: Any, has_optimizer: bool) -> tuple[Plan, dict[str, Any]]:
-    """The plan, and what an engine for inference overrides. Collective; raises ConfigError on every rank."""
+    """The plan, and the settings that an engine for inference overrides. Collective; raises ConfigError on every rank."""
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     try:
         overrides = {} if has_optimizer else for_inference(loaded.raw)
@@ -328,7 +328,7 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
     sampler = data.sampler
     known = isinstance(data.dataset, IterableDataset) or type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
     drawn = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None) is not None
-    fits = data.batch_size == plan.batch.micro_batch_size or (plan.batch.elastic and data.batch_size)  # which has sizes of its own
+    fits = data.batch_size == plan.batch.micro_batch_size or (plan.batch.elastic and data.batch_size)  # own sizes of the ranks
     if drawn or not (fits and known):
         raise ValueError(
             f"training_data is a DataLoader with batch size {data.batch_size} and sampler {type(sampler).__name__}"
@@ -341,7 +341,7 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
 
 
 def _order_and_workers(data: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader of all ranks keeps of a DataLoader's, by the names of `build_loader`."""
+    """The order and worker options of a DataLoader that the distributed loader keeps, as arguments of `build_loader`."""
     sampler: Any = data.sampler
     kept: dict[str, Any] = {"shuffle": isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False)}
     generator = getattr(sampler, "generator", None) or data.generator
@@ -482,6 +482,6 @@ def _steps(
 
 
 def _transport(plan: Plan, device: torch.device) -> str:
-    """Other ranks cannot read weights in shared memory if these are evicted to disk, or poisoned when released: use gloo then."""
+    """Use gloo if weights in shared memory are evicted to disk, or poisoned at release: then other ranks cannot read them."""
     is_evicted = plan.offload.param == "nvme" and device.type == "cpu"
     return "gloo" if is_evicted or plan.debug.poison_released else plan.zero.transport

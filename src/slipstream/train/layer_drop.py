@@ -1,18 +1,18 @@
-"""Progressive layer dropping (Zhang and He 2020, arXiv 2010.13369): training skips residual blocks, more of them as it goes on.
+"""Progressive layer dropping (Zhang and He 2020, arXiv 2010.13369): training skips residual blocks, ever more of them.
 
 Block l of the L in its stack is kept with probability p = 1 - (l / L)(1 - theta(t)), where theta(t) =
 (1 - theta) exp(-gamma t) + theta at step t. A kept block's change is divided by p: x + (f(x) - x) / p. In evaluation all
 blocks run, unscaled.
 
 [Note: The same blocks on every rank]
-The draw is a hash of (seed, step, backwards of the step so far, block), in a pipeline of the schedule's micro-batch: ranks agree
-without communication, a resumed run draws what the interrupted one would have drawn, and a forward without a backward, which one
-rank may run alone, changes no later draw.
-A dropped block is not called: nothing is gathered for it. Nothing is reduced for it either (`zero.hooks.Dropped`).
+The draw is a hash of (seed, step, backwards of the step so far, block); in a pipeline, of the schedule's micro-batch. So ranks
+agree without communication, a resumed run draws what the interrupted one would have drawn, and a forward without a backward, which
+one rank may run alone, changes no later draw.
+A dropped block is not called, so nothing is gathered for it. Nothing is reduced for it either (`zero.hooks.Dropped`).
 
-[Note: What later blocks take] Some blocks hand on more than hidden states: the first block of T5 makes the position bias of all,
-and the others return what they were given. A dropped block returns what it was given, too, and a block that has parameters
-beside all those of another one in its stack, by which it may make such a thing, is never dropped.
+[Note: Further outputs] Some blocks return more than hidden states: T5's first block computes the position bias for all blocks, and
+the others return the one that they were given. A dropped block returns what it was given, too. A block whose parameters are a
+proper superset of another block's in its stack may compute such an output, so it is never dropped.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class ProgressiveLayerDrop:
         self.theta, self.gamma, self.current_theta = theta, gamma, 1.0
 
     def get_state(self) -> dict[str, Any]:
-        """The keywords of a forward that drops layers itself."""
+        """The keywords for a forward that drops layers itself."""
         return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
 
     def get_theta(self) -> float:
         return self.current_theta
 
     def update_state(self, global_step: int) -> None:
-        """Take the theta of this step."""
+        """Set theta to that of this step."""
         self.current_theta = float((1.0 - self.theta) * numpy.exp(-self.gamma * global_step) + self.theta)
 
 
@@ -68,17 +68,17 @@ class LayerDrop(ProgressiveLayerDrop):
         super().__init__(theta, gamma)
         self.seed = seed
         self.dropped: frozenset[nn.Module] = frozenset()
-        self.blocks: dict[nn.Module, tuple[int, float]] = {}  # (number in the model, l / L in its stack) of each
+        self.blocks: dict[nn.Module, tuple[int, float]] = {}  # block -> (number in the model, l / L in its stack)
         self.checked: set[type] = set()  # classes of blocks
-        self.kinds: dict[type, _MoreOutputs] = {}  # what blocks of a class return beside their first output
-        # what blocks that may be dropped have made of that in this forward, with the name of the output
+        self.kinds: dict[type, _MoreOutputs] = {}  # class of blocks -> its further outputs
+        # further outputs that blocks which may be dropped have computed in this forward, with a name for the error
         self.made: list[tuple[weakref.ref[Tensor], str]] = []
 
     def keep_probability(self, block: nn.Module) -> float:
         return 1.0 - self.blocks[block][1] * (1.0 - self.current_theta)
 
     def draw(self, step: int, backwards: int) -> frozenset[nn.Module]:
-        """Draw for the forward that begins; returns the blocks that it drops."""
+        """Draw for the coming forward; returns the blocks that it drops."""
         self.update_state(step)
         self.made.clear()
         self.dropped = frozenset(
@@ -89,9 +89,9 @@ class LayerDrop(ProgressiveLayerDrop):
         return self.dropped
 
     def take(self, model: nn.Module, params: Mapping[str, frozenset[str]]) -> None:
-        """Let those repeated blocks drop that are in this model: all of them, but for stages of a pipeline.
+        """Let this model's repeated blocks be dropped. In a pipeline, the model has only its stage's blocks.
 
-        params: the names of the parameters of each block, in the order of the blocks, of all stages.
+        params: block -> the names of its parameters, for the blocks of all stages, in order
         """
         stacks: dict[str, list[str]] = {}
         for name in params:
@@ -113,7 +113,7 @@ class LayerDrop(ProgressiveLayerDrop):
             )
 
     def call(self, block: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What runs around the calls of a block."""
+        """Wraps the calls of a block."""
         if not block.training:
             return run(*args, **kwargs)
         x = input_of(args, kwargs)
@@ -130,7 +130,7 @@ class LayerDrop(ProgressiveLayerDrop):
         if looks:
             self.checked.add(type(block))
             _check_residual(type(block), x, changed)
-        # what a block that is never dropped returns says nothing of the others of its class: it makes what they hand on
+        # a block that is never dropped computes further outputs for others, so it does not show what the others return
         made = self._others(type(block)).see(output, given) if self.blocks[block][1] else []
         self._check_others(beside, made, type(block).__name__)
         probability = self.keep_probability(block)
@@ -142,14 +142,14 @@ class LayerDrop(ProgressiveLayerDrop):
         return self.kinds.setdefault(kind, _MoreOutputs())
 
     def _check_others(self, given: Sequence[Tensor], made: Sequence[tuple[int, Tensor]], kind: str) -> None:
-        """Raises TypeError if a block is given, beside its input, what one that may be dropped has made. made: by this one."""
+        """Raise TypeError if a block's inputs beside the first include an output of a droppable block. made: this block's."""
         if name := next((name for other, name in self.made if any(other() is value for value in given)), ""):
             raise TypeError(_NEEDED.format(name))
         self.made += [(weakref.ref(value), f"{kind}'s output {i}") for i, value in made]
 
     def _like_output(self, kind: type, x: Any, given: dict[Any, Any], run: Callable[[], Any]) -> Any:
-        """A dropped block's output: its input, and what it was given of what its class hands on, else None."""
-        if kind not in self.kinds:  # the first forward of a resumed run: look, without a trace
+        """A dropped block's output: its input, and the further outputs that it was given, None for others."""
+        if kind not in self.kinds:  # first forward of a resumed run: run it once, without side effects
             with torch.no_grad(), torch.random.fork_rng():
                 self._others(kind).see(run(), given)
         others = self.kinds[kind]
@@ -165,27 +165,27 @@ class LayerDrop(ProgressiveLayerDrop):
 
 
 def _uniform(*numbers: int) -> float:
-    """A number in [0, 1) that looks random, of whole numbers."""
+    """A pseudo-random number in [0, 1), determined by integers."""
     digest = blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2.0**64
 
 
 def _viewed(x: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """The input as a step of its own, at which the path from the output ends, and the arguments with it."""
+    """The input as a view, whose autograd node is the goal of `_reaches`, and the arguments with the view in its place."""
     view = x.view_as(x)
     return view, tuple(view if arg is x else arg for arg in args), {name: view if arg is x else arg for name, arg in kwargs.items()}
 
 
 class _MoreOutputs:
-    """What blocks of a class return beside their first output."""
+    """The outputs that blocks of a class return beside the first."""
 
     def __init__(self) -> None:
-        self.container: type | None = None  # a tuple's or a list's
+        self.container: type | None = None  # tuple or list
         self.count = 0
-        self.passed: dict[int, Any] = {}  # which outputs are arguments, by place or name
+        self.passed: dict[int, Any] = {}  # output index -> the argument that it is, by position or name
 
     def see(self, output: Any, given: dict[Any, Any]) -> list[tuple[int, Tensor]]:
-        """Take note of a block's output; returns the tensors that the block has made, by place."""
+        """Record a block's outputs; returns those that the block computed itself, with their index."""
         if not isinstance(output, (tuple, list)):
             return []
         self.container, self.count = type(output), len(output) - 1
@@ -207,7 +207,7 @@ _NO_RESIDUAL = (
     "progressive_layer_drop: {} is no residual block: its first input and output must be tensors of one shape, and the output a "
     "sum with the input. Let the model drop layers itself (its forward takes pld_theta=), or drop the block of the config"
 )
-# what autograd calls the steps on which a block's input passes unchanged but for its shape, dtype and device
+# autograd's names of steps that pass a block's input unchanged but for its shape, dtype and device
 _PASSING = re.compile(
     r"(Add|View|UnsafeView|ReshapeAlias|Transpose|Permute|T|ToCopy|Clone|Alias|Squeeze|Unsqueeze|Slice)Backward\d"
 )
@@ -215,7 +215,7 @@ _NORM = re.compile(r"(NativeLayerNorm|FusedRmsNorm|NativeGroupNorm|Mul|Rsqrt|Div
 
 
 def _check_residual(kind: Any, x: Tensor, output: Tensor) -> None:
-    """Look, once for a class, how the input reaches the output. Raises TypeError unless it is added on the way."""
+    """Check, once per class, how the input reaches the output. Raises TypeError unless it is added on the way."""
     if _reaches(output.grad_fn, x.grad_fn, lambda name: _PASSING.fullmatch(name)):
         return
     if not _reaches(output.grad_fn, x.grad_fn, lambda name: _PASSING.fullmatch(name) or _NORM.fullmatch(name)):
@@ -228,7 +228,7 @@ def _check_residual(kind: Any, x: Tensor, output: Tensor) -> None:
 
 
 def _reaches(output: Any, goal: Any, passes: Callable[[str], Any]) -> bool:
-    """Whether a path leads through the steps that pass, and at least one sum, from the output's step back to the input's.
+    """Whether a path of nodes that pass, with at least one sum, leads from the output's autograd node back to the input's.
 
     Steps written in Python hide what they do (recompute, fused layers) and pass.
     """
@@ -288,12 +288,12 @@ def _check_any(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _droppable(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Those that have layers inside: a list of plain layers is no stack of residual blocks."""
+    """The names of modules that contain layers: a list of plain layers is no stack of residual blocks."""
     return [name for name in names if any(True for _ in model.get_submodule(name).children())]
 
 
 def _blocks_of_all_stages(model: nn.Module, engine: Engine) -> dict[str, frozenset[str]]:
-    """The repeated blocks of the whole pipeline, in its order, and their parameters; a stage may have one only. Collective."""
+    """The repeated blocks of the whole pipeline, in order, with their parameters; a stage may have only one block. Collective."""
     numbered = [name for name, _ in model.named_modules() if name.rpartition(".")[2].isdigit()]
     outer = [name for name in numbered if not any(name.startswith(f"{other}.") for other in numbered)]
     blocks = {name: model.get_submodule(name) for name in _droppable(model, outer)}

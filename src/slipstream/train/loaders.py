@@ -21,8 +21,8 @@ _KEY = f"data_efficiency.{_BY_TOKENS}"
 def build_loader(
     plan: Plan, dataset: Any, mesh: Mesh, device: torch.device, collate_fn: Any = None, shuffle: bool = True, **options: Any
 ) -> Loader:
-    """The loader of this rank. shuffle: if the plan has no order. options: `batch_size`, `drop_last`, `num_workers` and `seed` in
-    place of the plan's, and `workers`. Raises ValueError if the dataset does not fit the plan."""
+    """The loader of this rank. shuffle: whether to shuffle if the plan sets no order. options: `batch_size`, `drop_last`,
+    `num_workers` and `seed` in place of the plan's, and `workers`. Raises ValueError if the dataset does not fit the plan."""
     efficiency = plan.efficiency
     common = {
         "batch_size": plan.batch.own(mesh.batch.index, mesh.batch.size),
@@ -51,7 +51,7 @@ def batches_by_tokens(
     plan: Plan, dataset: Any, collate_fn: Any, lengths: Any = None, filter_ids: Any = None, pad: Any = None
 ) -> Microbatches:
     """The micro-batches of the plan's `dynamic_batching`. lengths: tokens of each sample; None: those in metrics_path. filter_ids:
-    the samples to use; None: all. pad: of `Microbatches`, for pipelines. Raises ValueError without lengths, or if it is off."""
+    the samples to use; None: all. pad: see `Microbatches`, for pipelines. Raises ValueError without lengths, or if it is off."""
     config = plan.efficiency.get(_BY_TOKENS)
     if config is None:
         raise ValueError(f"{_KEY} is off: set its enabled, and those of data_sampling and data_efficiency")
@@ -80,8 +80,8 @@ def batches_by_tokens(
 
 
 def scaled_schedule(plan: Plan, loader: Any, scheduler: Any, optimizer: Any) -> Any:
-    """A schedule that scales rates by the samples of batches, if the loader fills them by tokens, or their size adapts; else
-    `scheduler`."""
+    """A schedule that scales learning rates with the number of samples in a batch, if the loader fills batches by tokens or the
+    batch size adapts; else `scheduler`."""
     config, samples = plan.efficiency.get(_BY_TOKENS), plan.batch.train_batch_size
     if plan.adaptive is not None and plan.adaptive.scale_lr != "none" and optimizer is not None:
         return VariableBatchSizeLR(scheduler, samples, [samples], None, plan.adaptive.scale_lr, optimizer=optimizer)
@@ -101,10 +101,10 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     sample_padding_fn: Callable[[Any, int], Any] | None = None,
     batch_seqlens_fn: Callable[[Any], Any] | None = None,
 ) -> tuple[Loader, Any, dict[str, Any]]:
-    """The loader and the schedule of the engine's `dynamic_batching`, and arguments of `deepspeed_io` that make the same loader.
+    """The loader and schedule of the engine's `dynamic_batching`, and the arguments of `deepspeed_io` that make the same loader.
 
-    dataset_seqlens     tokens of each sample; None: those in metrics_path, or what `batch_seqlens_fn` says of batches of samples,
-                        which is written there first
+    dataset_seqlens     tokens of each sample; None: those in metrics_path, or those that `batch_seqlens_fn` returns for batches of
+                        samples, which are written there first
     dataset_filter_ids  the samples to use; None: all
     sample_padding_fn   called with a sample and a length, for pipelines, whose micro-batches have one length
 

@@ -1,23 +1,23 @@
-"""Local steps with an outer optimizer (DiLoCo, Douillard et al. 2023, arXiv 2311.08105): replicas that meet now and then.
+"""Local steps with an outer optimizer (DiLoCo, Douillard et al. 2023, arXiv 2311.08105): replicas that rarely communicate.
 
-The replicas of the sharded states train on their own, each with its own optimizer states and gradient norm; nothing travels between
-them. After `every` steps, all replicas take a round:
+Each replica of the sharded states trains on its own, with its own optimizer states and gradient norm, without any communication
+between replicas. After `every` steps, all replicas take a round:
 
     mean     = the mean over replicas of anchor - master
     momentum = outer_momentum * momentum + mean
     anchor   = anchor - outer_lr * (mean + outer_momentum * momentum)           Nesterov's, on the weights of the last round
     master   = anchor
 
-With `overlap`, so many steps go on meanwhile, and a master keeps what it has moved in them:
+With `overlap`, that many steps run while the differences travel, and a master keeps the progress that it made in them:
 
     master   = anchor + (master - its value when the round began)
 
-A rank does so for the elements of its optimizer span, with the ranks that have the same span in the other replicas. A replica may
-be cut into pipeline stages and slices, and its states sharded: it is so many consecutive ranks of each stage. Calls that
+A rank does so for the elements of its optimizer span, with the ranks that hold the same span in the other replicas. A replica may
+be cut into pipeline stages and slices, and its states may be sharded: it is a number of consecutive ranks of each stage. Calls that
 read the weights of the whole engine (a checkpoint, `save_pretrained`, ...) end a period early with a round, so that all replicas
-have the same weights. A checkpoint has the momentum under each parameter's name, and the mean of the replicas' optimizer states,
-which all of them go on from: ranks write parts of them, and a momentum of one replica over the variance of another, which may be
-0, would explode.
+have the same weights. A checkpoint contains the momentum under each parameter's name, and the mean of the replicas' optimizer
+states, from which all replicas continue. Ranks write parts of these states, and the momentum of one replica divided by the variance
+of another, which may be 0, would explode.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class _Outer:
 
     anchor: Store
     momentum: Store
-    sent: Feedback | None  # what this rank's differences have lost on the wire
-    served: Feedback | None  # what this rank's part of the mean has lost on the wire
+    sent: Feedback | None  # the quantization error of this rank's differences
+    served: Feedback | None  # the quantization error of this rank's part of the mean
 
 
 class _Link:
@@ -73,12 +73,12 @@ class _Link:
             self.reduction = Rounded(comm)
 
     def cuts(self, numel: int) -> list[int]:
-        """The parts of `numel` elements that each replica averages: equal, of whole blocks of codes."""
+        """The cuts between the parts of `numel` elements that each replica averages; parts are equal, in whole blocks of codes."""
         part = -(-numel // (self.comm.size * WIRE_BLOCK)) * WIRE_BLOCK
         return [part * i for i in range(self.comm.size + 1)]
 
     def buffers(self, numel: int) -> tuple[Buffer, Buffer]:
-        """For differences of so many elements, and for what travels. Collective."""
+        """Buffers for `numel` differences, and for what is sent. Collective."""
         numel = self.cuts(numel)[-1]
         full, bits = self.comm.allocate([(numel, torch.float32)])[0], _CODES.get(self._exchange)
         if bits is None and self._exchange == "fp32":
@@ -88,7 +88,7 @@ class _Link:
 
 
 class _Flight:
-    """One unit's difference on its way: added on the ranks that average it (scatter), then sent to all (spread)."""
+    """One unit's difference in flight: first summed on the ranks that average it (scatter), then sent to all (spread)."""
 
     def __init__(self, link: _Link, outer: _Outer, buffers: tuple[Buffer, Buffer], difference: Tensor, alpha: float) -> None:
         self.link, self.outer, self.difference = link, outer, difference
@@ -115,16 +115,16 @@ class _Flight:
 
 
 class LocalSteps:
-    """Counts the steps of an engine's states, and takes the rounds."""
+    """Counts the steps of an engine's states and takes the rounds."""
 
     def __init__(self, states: States, plan: LocalStepsPlan, transport: str) -> None:
         """Collective."""
         self.states, self.plan = states, plan
-        self.since = self.rounds = 0  # steps since the last round began; rounds
+        self.since = self.rounds = 0  # steps since the last round began; number of rounds
         trained = [unit for unit in states.units if unit.grads is not None]
         self._links: dict[Differs, _Link] = {}
         self._buffers: dict[Unit, tuple[Buffer, Buffer]] = {}
-        comms: dict[tuple[int, ...], Comm] = {}  # one for the same ranks: the watch tells transports apart by these
+        comms: dict[tuple[int, ...], Comm] = {}  # one per set of ranks, by which the watch tells transports apart
         for key, family in sorted(states.mesh.families.items()):
             units = [unit for unit in trained if unit.comms.family.differs == key]
             if family.apart.ranks not in comms:
@@ -132,7 +132,7 @@ class LocalSteps:
             self._links[key] = link = _Link(comms[family.apart.ranks], plan.exchange)
             if plan.overlap:
                 self._buffers |= {unit: link.buffers(unit.master.numel) for unit in units}
-            else:  # one difference travels at a time
+            else:  # one difference is in flight at a time
                 shared = link.buffers(max((unit.master.numel for unit in units), default=0))
                 self._buffers |= dict.fromkeys(units, shared)
         self._outer = {unit: self._start(unit) for unit in trained}
@@ -144,7 +144,7 @@ class LocalSteps:
         return self._links[()].comm
 
     def end_step(self, is_applied: bool) -> None:
-        """Count a step, also one that this replica has skipped: the others do not know of it."""
+        """Count a step, also a step that this replica skipped: the other replicas do not know of it."""
         self.since += 1
         if self._flights and 2 * self.since >= self.plan.overlap:
             for flight in self._flights.values():
@@ -172,7 +172,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def _begin(self, overlap: int) -> None:
-        """Send the differences; without overlap, wait for each, and step its anchor."""
+        """Send the differences. Without overlap, wait for each one and step its anchor."""
         if late := [unit for unit in self.states.units if unit.grads is not None and unit not in self._outer]:
             raise ValueError(
                 f"parameter {late[0].names[0]!r} was frozen at initialize() and is trained now, which slipstream.local_steps does "
@@ -180,7 +180,7 @@ class LocalSteps:
             )
         self.since, self.rounds = 0, self.rounds + 1
         self.states.settle()
-        device, finite = self.states.device, self._find_finite()  # the device of the exchange; states may rest elsewhere
+        device, finite = self.states.device, self._find_finite()  # the device of the exchange; states may be elsewhere
         alpha, is_in = 1 / int(finite.sum()), bool(finite[self.comm.index])
         for unit, outer in self._outer.items():
             if not is_in:
@@ -198,7 +198,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def _land(self) -> None:
-        """Step the anchors by the differences that travel, and the masters with them."""
+        """Step the anchors by the differences in flight, and move the masters with them."""
         self.states.settle()
         for unit, flight in self._flights.items():
             moved = unit.master.whole().to(self.states.device).float() - flight.outer.anchor.whole().to(self.states.device)
@@ -214,7 +214,7 @@ class LocalSteps:
         outer.anchor.put(0, outer.anchor.whole().to(device) - (mean + momentum * mu) * self.plan.lr)
 
     def _find_finite(self) -> Tensor:
-        """Which replicas have finite weights, bool [replicas]; the optimizer states of one that has not become 0. Collective.
+        """Which replicas have finite weights: bool [replicas]. Zeroes the optimizer states of the others. Collective.
 
         Raises RuntimeError if there is none.
         """
@@ -231,12 +231,12 @@ class LocalSteps:
         log.warning("round %d: weights of replicas %s are not finite; they go on from the mean of the others", self.rounds, lost)
         for piece in self.states.steps.pieces() if not finite[self.comm.index] else ():
             for part in self.states.steps.states(piece).values():
-                write(part, torch.zeros_like(read(part)))  # all: a momentum that is left over a variance of 0 would explode
+                write(part, torch.zeros_like(read(part)))  # all of them: a momentum left over a variance of 0 would explode
         return finite
 
     @torch.no_grad()
     def _average_states(self) -> None:
-        """Give all replicas the mean of the optimizer states that all of them have: one may have skipped each step. Collective."""
+        """Give all replicas the mean of the optimizer states that all of them have (one may have skipped all steps). Collective."""
         steps = self.states.steps
         own = [steps.states(piece) for piece in steps.pieces()]
         known = [set.intersection(*each) for each in zip(*self.comm.axis.gather([{*states} for states in own]), strict=True)]
@@ -245,7 +245,7 @@ class LocalSteps:
                 write(states[name], self._averaged(read(states[name])))
 
     def _averaged(self, values: Tensor) -> Tensor:
-        """The mean over replicas; ranks of the other ones pass values of the same elements."""
+        """The mean over replicas of the same elements. Collective over the replicas."""
         total = values.to(self.states.device, torch.float32, copy=True)
         sum_over(total, self.comm.axis)
         return total / self.comm.size
@@ -272,10 +272,10 @@ class LocalSteps:
         }
 
     def restart(self, loaded: Collection[str]) -> None:
-        """Go on from masters that were loaded, and from the momentum under these names; other momentum starts anew."""
+        """Continue from loaded masters, and from the momentum under the names in `loaded`; other momentum starts at zero."""
         names, self.since = set(loaded), 0
         for flight in self._flights.values():
-            flight.mean()  # it has travelled, and is dropped
+            flight.mean()  # wait for it, and drop it
         self._flights.clear()
         for unit, outer in self._outer.items():
             copy_store(outer.anchor, unit.master)
@@ -286,6 +286,5 @@ class LocalSteps:
                     feedback.error.zero_()
 
     def close(self) -> None:
-        """Free the transports."""
         for comm in {link.comm for link in self._links.values()}:
             comm.close()

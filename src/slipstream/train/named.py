@@ -1,4 +1,4 @@
-"""A parameter by its name: whole, also where this rank has a part of it (tensor slices, experts) or another stage has it."""
+"""A parameter by its name: whole, even if this rank has only a part of it (tensor slices, experts) or another stage has it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slipstream.zero.unit import Unit
 
 
 def read(states: States, name: str, values_of: Callable[[Unit, int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What `values_of` returns, in this rank's shape, of a parameter: whole, on all ranks. Stages may ask for different parameters.
+    """What `values_of` returns for this rank's part of a parameter, joined to the whole, on all ranks.
 
-    Collective over the ranks that have parts of the parameter, and over the stages. Raises KeyError if no stage has the name, and
-    what `values_of` raises on the stages that have it, on all that ask for it.
+    Stages may ask for different parameters. Collective over the ranks that have parts of the parameter, and over the stages. Raises
+    KeyError if no stage has the name. An error of `values_of` is raised on all stages that ask for that parameter.
     """
     refusal: Exception | None = None
     place, own = _find(states, name), dict[str, Tensor]()
@@ -29,7 +29,7 @@ def read(states: States, name: str, values_of: Callable[[Unit, int], Mapping[str
     if states.mesh.pp.size > 1:
         said = states.mesh.pp.gather((name, refusal))
         refusal = next((error for asked, error in said if error is not None and asked == name), None)
-        if refusal is None and len({asked for asked, _ in said}) == 1:  # a stage that has it sends it to those that do not
+        if refusal is None and len({asked for asked, _ in said}) == 1:  # all ask for it: a stage that has it sends it to the others
             sent = states.mesh.pp.gather({key: value.cpu() for key, value in own.items()} if place is not None else None)
             found = next((values for values in sent if values is not None), None)
             if place is None and found is not None:
@@ -48,11 +48,11 @@ def write(
     put: Callable[[Unit, int, Mapping[str, Tensor]], None],
     check: Callable[[Unit, int], None],
 ) -> None:
-    """Let `put` have this rank's parts of whole values of a parameter, on the stages that have it.
+    """Pass this rank's parts of whole values of a parameter to `put`, on the stages that have the parameter.
 
-    All ranks pass equal values: what only some ranks refuse leaves the others waiting in `check`, which may be collective.
-    Raises KeyError as `read`, ValueError if a value has another shape than the whole parameter, and what `check` raises, which
-    writes nothing: on all ranks, before any writes.
+    All ranks pass equal values: if only some ranks refused them, the others would wait in `check`, which may be collective. Raises
+    KeyError like `read`, ValueError if a value has not the whole parameter's shape, and what `check` raises: on all ranks, before
+    any of them writes.
     """
     refusal: Exception | None = None
     place = _find(states, name)

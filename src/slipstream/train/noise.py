@@ -1,8 +1,8 @@
-"""The gradient noise scale, for monitors: below it, more samples in a step save steps in proportion; far above it, they save few.
+"""The gradient noise scale, for monitors: below it, more samples per step save steps in proportion; far above it, they save few.
 
 With G the gradient and S the covariance of single samples' gradients, it is tr(S) / |G|^2, in samples (McCandlish et al.,
-arXiv:1812.06162, equation 2.8). A mean over B samples has E|g|^2 = |G|^2 + tr(S) / B, so the squared norms at two sizes give both
-(appendix A.1): those of micro-batches, before ranks and micro-batches are added, and that of the step.
+arXiv:1812.06162, equation 2.8). A mean over B samples has E|g|^2 = |G|^2 + tr(S) / B, so squared norms at two batch sizes give both
+terms (appendix A.1): the norm of a micro-batch's gradient, before ranks and micro-batches are summed, and the norm of the step's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from slipstream.zero.hooks import Phase
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
-DECAY = 0.9  # of the two means over measurements: a single one says little
+DECAY = 0.9  # of the running means: a single measurement says little
 
 
 def measure_noise(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
-    """The change that measures in the steps that the plan says, on all ranks. Raises ValueError for steps of one micro-batch."""
+    """The `Change` (changes.py) that measures in the plan's steps, on all ranks. Raises ValueError for steps of one micro-batch."""
     if not plan.noise_every:
         return None
     adaptive, batch = plan.adaptive, plan.batch
@@ -40,15 +40,15 @@ def measure_noise(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | No
 
 
 class Noise:
-    """Hooks on parameters during the windows that are measured; in others there is none."""
+    """Measures with hooks on the parameters, which exist only during the windows that are measured."""
 
     def __init__(self, engine: Engine, every: int, decay: float) -> None:
         self.engine, self.every, self.decay = engine, every, decay
         self.handles: list[RemovableHandle] = []
-        self.squares: list[Tensor] = []  # of the gradient of each parameter in each backward
-        self.passes = set[int]()  # these backwards
-        self.factor = 1.0  # of the gradients in a backward
-        self.means = {"spread": 0.0, "square": 0.0}  # tr(S) and |G|^2, over measurements
+        self.squares: list[Tensor] = []  # squared norm of each parameter's gradient in each backward
+        self.passes = set[int]()  # the numbers of these backwards
+        self.factor = 1.0  # by which gradients in a backward are scaled
+        self.means = {"spread": 0.0, "square": 0.0}  # running means of tr(S) and |G|^2
 
     def connect(self) -> None:
         states = self.engine.states
@@ -65,7 +65,7 @@ class Noise:
         values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
         self.squares.append(torch.linalg.vector_norm(values.float()).square())
         hooks = self.engine.states.hooks
-        # It may be the first hook that fires, before the backward is counted: of outputs that hide their tensors, none is hooked.
+        # This hook may fire before the backward is counted, if the outputs hide their tensors, so that none of them is hooked.
         self.passes.add(hooks.passes + (hooks.phase is Phase.IDLE))
         self.factor = self.engine.window.share * self.engine.precision.loss_scale
 
@@ -76,7 +76,7 @@ class Noise:
             return
         batch, norm = self.engine.plan.batch, self.engine.global_grad_norm or 0.0
         own = torch.stack(squares).double().sum().item() / (backwards * self.factor**2) if squares else 0.0
-        own = own if backwards == batch.accumulation else math.nan  # a rank without a batch takes part, and nothing is measured
+        own = own if backwards == batch.accumulation else math.nan  # a rank without a batch takes part, with NaN: no measurement
         small = self.engine.states.world.exchange(torch.tensor([own], dtype=torch.float64)).mean().item()
         if math.isfinite(small) and math.isfinite(norm):
             self._measured(batch.micro_batch_size, small, batch.train_batch_size, norm**2)
@@ -87,7 +87,7 @@ class Noise:
         self.handles, self.squares, self.passes = [], [], set()
 
     def _measured(self, few: int, small: float, many: int, big: float) -> None:
-        """Take in the squared norms of the mean gradients of `few` and of `many` samples."""
+        """Add a measurement: `small` and `big` are the squared norms of mean gradients of `few` and `many` samples."""
         spread, square = (small - big) / (1 / few - 1 / many), (many * big - few * small) / (many - few)
         for name, value in (("spread", spread), ("square", square)):
             self.means[name] = self.decay * self.means[name] + (1 - self.decay) * value

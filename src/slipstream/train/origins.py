@@ -34,7 +34,7 @@ class Origin:
 
 
 class Carried:
-    """A `Reader` of zero/materialize.py for parameters that the engine had: reads their masters, one block at a time."""
+    """A `Reader` (zero/materialize.py) of parameters that the engine already had: reads their masters, one block at a time."""
 
     def __init__(self, origins: Mapping[str, Origin], aliases: Mapping[str, str]) -> None:
         self.origins, self.aliases = origins, aliases
@@ -63,7 +63,7 @@ class Carried:
             self.values[name] = old if origin.given is None else self._merged(origin, origin.given, old, self.dtype(name))
 
     def _merged(self, origin: Origin, given: Tensor, old: Tensor, dtype: torch.dtype) -> Tensor:
-        """The first rank's new values. Values equal to the rounded masters are unchanged: they keep the masters' precision."""
+        """The first rank's new values. Values equal to the rounded masters are unchanged and keep the masters' precision."""
         given = given.detach().reshape(-1).contiguous().clone()
         origin.unit.comms.data.broadcast(given)
         new = given.to(device=old.device, dtype=dtype)
@@ -101,7 +101,7 @@ def carry_states(steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins:
 def _wanted(
     steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins: Mapping[str, Origin], known: Mapping[str, KnownStates]
 ) -> Iterator[tuple[UpdatePiece, Origin]]:
-    """This rank's pieces that continue the old unit's. Tensor states that are not per element are dropped if the shape changed."""
+    """This rank's pieces that continue the old unit's. Tensor states not per element are dropped if the shape changed."""
     for piece in steps.pieces(units):
         origin = origins.get(piece.name)
         if origin is None or origin.unit is not old or old.names[origin.i] not in known:

@@ -6,8 +6,8 @@
 A chunk is one call of the engine's model, so hooks, units, the verdict and the optimizer are those of any engine. Activations and
 their gradients travel by mail (parallel/mail.py), each stage's in micro-batch order.
 
-[Note: One reduction] Until a rank's last backward of a step, gradients stay on the rank (`no_sync`); that backward reduces them,
-unit by unit. So the sums do not depend on the schedule, and the traffic not on the number of micro-batches. At stages 2 and 3 this
+[Note: One reduction] Until a rank's last backward of a step, gradients stay on the rank (`no_sync`). That backward reduces them,
+unit by unit. So the sums do not depend on the schedule, nor the traffic on the number of micro-batches. At stages 2 and 3 this
 costs the memory of whole gradients; `slipstream.pipeline.reduce` "micro_batch" reduces in each backward instead.
 """
 
@@ -55,7 +55,7 @@ class ActionRun(NamedTuple):
     outputs: Any
 
 
-Kept = dict[StageMessage, Any]  # what one stage of a rank has for another one of it
+Kept = dict[StageMessage, Any]  # messages between two stages of this rank
 
 
 class PipelineEngine(Engine):
@@ -81,14 +81,14 @@ class PipelineEngine(Engine):
         self.total_loss: Tensor | None = None
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
-        self._losses: list[Tensor] = []  # of the last batch's micro-batches, where the last stage is
-        self._additional: dict[str, Tensor] | None = None  # means of losses that are only reported
-        self._reported: list[Mapping[str, Any]] = []  # these losses of each micro-batch, where the last stage is
+        self._losses: list[Tensor] = []  # of the last batch's micro-batches, on ranks with the last stage
+        self._additional: dict[str, Tensor] | None = None  # means of the losses that are only reported
+        self._reported: list[Mapping[str, Any]] = []  # those losses of each micro-batch, on ranks with the last stage
         self._is_last_backward = False
-        self._began = 0.0  # the action that runs; one that waits for mail: when that has come
-        self._spans: list[tuple[Action, float, float]] = []  # of the last step: when this rank computed what
+        self._began = 0.0  # when the running action began to compute: after its mail had come
+        self._spans: list[tuple[Action, float, float]] = []  # the actions of the last step: start, end
         self._plan_schedule()
-        # weight gradients that wait
+        # weight gradients that are computed later
         self._deferred = Deferred(self.module) if self.schedule.style in (Style.ZERO_BUBBLE, Style.V) else None
         if self._deferred is not None:
             states.resources["weight gradients"] = self._deferred
@@ -101,7 +101,7 @@ class PipelineEngine(Engine):
         super().wire()
 
     def _plan_schedule(self) -> None:
-        """Make the schedule, again for another number of micro-batches."""
+        """Make the schedule; called again if the number of micro-batches changes."""
         style = _style_of(self.module, self.plan.pipeline)
         self.schedule = simulate(self.mesh.pp.size, self.plan.batch.accumulation, style, len(self.module.stages))
 
@@ -128,16 +128,16 @@ class PipelineEngine(Engine):
                 self._losses = self._run(batches)
         finally:
             self._is_last_backward = False
-        self.states.hooks.backwards = self.micro_batches  # of the model, however many stages of it are here
+        self.states.hooks.backwards = self.micro_batches  # of the whole model: a backward per micro-batch, not per stage
         self.micro_steps += self.micro_batches - 1
         self._has_ended = False
         Engine.step(self)
-        if not self._has_ended:  # `set_boundary`: this batch updates nothing
+        if not self._has_ended:  # after `set_boundary(False)` this batch updates nothing
             self._end_step(False)
         return cast("Tensor", self.agg_train_loss)
 
     def _end_step(self, _: bool) -> None:
-        """Take the loss of the batch that the step ends. Collective."""
+        """Average the losses of the batch that the step ends. Collective."""
         self._has_ended = True
         self.agg_train_loss = self._mean(self._losses, self.micro_batches, self.precision.weight)
         self.progress.saw(self.agg_train_loss, 1)
@@ -155,7 +155,7 @@ class PipelineEngine(Engine):
 
         return_logits      return (loss, outputs of the last micro-batch); outputs are None on ranks without the last stage
         compute_loss       False: return the last stage's outputs, None on other ranks
-        reduce_output      "avg": the mean over micro-batches; None: a list with one item for each, on ranks with the last stage
+        reduce_output      "avg": the mean over micro-batches; None: a list with one loss each, on ranks with the last stage
         bcast_loss         False: only ranks with the last stage get the loss, others None
         num_micro_batches  default: gradient_accumulation_steps
         """
@@ -184,15 +184,15 @@ class PipelineEngine(Engine):
         return (result, outputs[-1] if outputs else None) if return_logits else result
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Set what `train_batch` reads without an argument."""
+        """Set the iterator that `train_batch` reads by default."""
         self._iterator = iterator
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Set what `train_batch` reads without an argument, again and again from the start."""
+        """Set the loader that `train_batch` reads by default, repeatedly."""
         self.training_dataloader, self._iterator = loader, RepeatingLoader(loader)
 
     def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
-        """Apply a function to every item that is read from an iterator."""
+        """Apply a function to every item read from an iterator."""
         self._batch_fn = function
 
     def set_batch(self, batch: BatchPlan) -> None:
@@ -211,7 +211,7 @@ class PipelineEngine(Engine):
     def draw(self, form: str = "text", width: int = 100) -> str:
         """Return a picture of the last `train_batch` as it ran: "text" of `width` columns, or "svg". Collective.
 
-        Times are of the hosts' clocks; on a GPU, of launching. Raises ValueError before the first step.
+        Times are of the hosts' clocks; on a GPU they are launch times. Raises ValueError before the first step.
         """
         if form not in ("text", "svg"):
             raise ValueError(f"draw(form={form!r}): use 'text' or 'svg'")
@@ -253,16 +253,16 @@ class PipelineEngine(Engine):
         return self.module.num_stages - 1 in self.module.stages
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the backward that runs now is the step's last on this rank."""
+        """Whether the running backward is this rank's last of the step."""
         return self._is_last_backward
 
     def get_pipeline_parallel_rank(self) -> int:
         return self.mesh.pp.index
 
     def mem_status(self, msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-        """Log the memory of this rank's device, now and at most; on the CPU, that of the process.
+        """Log the current and peak memory of this rank's device; on the CPU, of the process.
 
-        print_rank: only of this rank; -1: of all. reset_max: forget the maximum on a CUDA device.
+        print_rank: log on this rank only; -1: on all. reset_max: reset the peak of a CUDA device.
         """
         if print_rank not in (-1, self.rank):
             return
@@ -273,25 +273,25 @@ class PipelineEngine(Engine):
         logger.info("%s: rank %d, stage %d: %.1f MiB, at most %.1f MiB", msg, self.rank, self.stage_id, *sizes)
 
     def reset_activation_shape(self) -> None:
-        """A no-op: shapes may change from micro-batch to micro-batch."""
+        """A no-op: shapes may change between micro-batches."""
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """A no-op: masks travel as other tensors do. Raises TypeError unless it is a bool."""
+        """A no-op: masks are sent like other tensors. Raises TypeError unless the value is a bool."""
         if not isinstance(value, bool):
             raise TypeError(f"set_has_attention_mask({value!r}) takes a bool")
 
     def get_additional_losses(self) -> dict[str, Tensor] | None:
-        """The means over the last batch of what the module's `get_additional_losses` returned, the same on all ranks."""
+        """The means over the last batch of the module's `get_additional_losses`, the same on all ranks."""
         return self._additional
 
     # -- data --
 
     def _read(self, count: int) -> list[Any]:
-        """The micro-batches of one batch; None for each on a rank that needs none.
+        """The micro-batches of one batch; a list of None on a rank that needs none.
 
-        Ranks agree first, because those without data of their own would wait for the others' mail: collective over the ranks that
-        step together.
-        Raises StopIteration on every rank if the iterator of one has ended, and PeerError if another could not read.
+        Ranks agree first, because ranks without data of their own would wait for the others' mail. Collective over the ranks that
+        step together. Raises StopIteration on every rank if one rank's iterator has ended, and PeerError if another rank could not
+        read.
         """
         items, error = [None] * count, None
         try:
@@ -325,12 +325,12 @@ class PipelineEngine(Engine):
     # -- a training step --
 
     def _run(self, batches: list[Any]) -> list[Tensor]:
-        """All actions of a step; returns the losses of the micro-batches, where the last stage is."""
+        """Run all actions of a step; returns the losses of the micro-batches on ranks with the last stage, else an empty list."""
         actions = self.schedule.actions[self.stage_id]
         runs: dict[tuple[int, int], ActionRun] = {}
         kept: Kept = {}
         losses: list[Tensor] = []
-        weights: dict[tuple[int, int], Any] = {}  # that wait
+        weights: dict[tuple[int, int], Any] = {}  # to be computed later, by (chunk, micro-batch)
         last = max(i for i, action in enumerate(actions) if action.kind in (Kind.BACKWARD, Kind.INPUT))
         self._spans = []
         for i, action in enumerate(actions):
@@ -340,7 +340,7 @@ class PipelineEngine(Engine):
             if action.kind is Kind.FORWARD:
                 runs[place] = self._run_forward(action, batches[action.micro], kept, losses)
                 if self._deferred is not None:
-                    self._deferred.pop()  # of derivatives that the forward takes itself: none of a weight
+                    self._deferred.pop()  # left by derivatives that the forward takes itself
             elif action.kind is Kind.WEIGHT:
                 Deferred.run(weights.pop(place), self._take)
             else:
@@ -385,7 +385,7 @@ class PipelineEngine(Engine):
             roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
         self._announce(action)
         each = self.plan.pipeline.reduce == "micro_batch"
-        # weight gradients that wait are leftovers of the step
+        # deferred weight gradients are reduced at the end of the step, as leftovers
         reduces = (self._is_last_backward or each) and self._deferred is None
         with self.progress.timing("backward"), nullcontext() if reduces else self.no_sync():
             torch.autograd.backward(roots, grads)
@@ -400,7 +400,7 @@ class PipelineEngine(Engine):
 
     @property
     def _has_reports(self) -> bool:
-        """Whether the user's class reports losses of its own: the same on all ranks."""
+        """Whether the user's class reports losses of its own. The same on all ranks."""
         own = getattr(type(self.module), "get_additional_losses", None)
         return own is not None and own is not PipelineModule.get_additional_losses
 
@@ -425,7 +425,7 @@ class PipelineEngine(Engine):
     def _mean(self, losses: Sequence[Tensor], count: int, weight: float = 1.0) -> Tensor:
         """The mean over micro-batches and the ranks that step together, in fp32; also of the additional losses. Collective.
 
-        weight: what this rank's count.
+        weight: of this rank's losses in the mean
         """
         replica, mesh = self.states.replica, self.mesh
         self.total_loss = torch.stack(list(losses)).sum() if losses else None
@@ -467,7 +467,7 @@ class PipelineEngine(Engine):
 
 
 def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
-    """Fit a pipeline module to its place before units are built. Raises ValueError if it was built for another one.
+    """Fit a pipeline module to its place in the mesh, before units are built. Raises ValueError if it was built for another place.
 
     A module that was given no topology gets the mesh's.
     """
@@ -500,9 +500,9 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
 
 
 def agree_on_kinds(model: nn.Module, mesh: Mesh) -> None:
-    """Let all stages that share a parameter communicate its gradients in one way: it may be an embedding in one, a head in another.
+    """Make all stages that share a parameter communicate its gradient in one way: it may be an embedding here and a head there.
 
-    Collective over the pipeline, after each stage has marked its own (`keep_apart`).
+    Collective over the pipeline, after each stage has marked its own parameters (`keep_apart`).
     """
     shared = _shared_params(model)
     own = [(key, kind) for key, param in shared if (kind := kind_of(param))]
@@ -513,9 +513,9 @@ def agree_on_kinds(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _shared_params(model: Any) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that other stages have, too, each with a key that is the same on all of these.
+    """The parameters that other stages have, too, each with a key that is the same on all of them.
 
-    In the user's own stages (`mark_tied`), names may differ: they are matched in order of registration, as their units are.
+    In stages that the user built (`mark_tied`), names may differ: they are matched in order of registration, like their units.
     """
     if isinstance(model, PipelineModule | PipelinedDecoder):
         return [
@@ -531,7 +531,7 @@ def _shared_params(model: Any) -> list[tuple[str, nn.Parameter]]:
 
 
 def kept(params: Iterable[Any], module: nn.Module, whole: nn.Module) -> list[Any]:
-    """Parameters, named parameters or groups of the whole model, without those of other stages; groups may be empty then."""
+    """The given parameters, named parameters or groups without those of other stages; groups may become empty."""
     gone = {id(param) for param in whole.parameters()} - {id(param) for param in module.parameters()}
 
     def stays(item: Any) -> bool:
@@ -562,7 +562,7 @@ def pipeline_engine(states: States, precision: Precision, transport: str) -> Pip
 
 
 def _shared_kinds(states: States, mail: Mail) -> list[Kind]:
-    """The kinds of messages of which tp ranks send shares. In shared memory none travels. Collective over tp."""
+    """The kinds of messages of which tp ranks send shares; none in shared memory. Collective over tp."""
     plan, tp = states.plan.pipeline, states.mesh.tp
     if any(tp.gather(isinstance(mail, SharedMail))) or tp.size == 1:
         return []

@@ -21,7 +21,7 @@ from slipstream.zero.trees import map_tensors, tensors_in
 _MIXED = re.compile(
     r"(same|mixed|weight) dtype|scalar type (of )?(Float|BFloat16|Half)|Input type|BFloat16|\bHalf\b"
 )  # torch's error texts
-MAX_SKIPPED = 50  # consecutive steps with a scale that cannot fall; a dynamic one falls from 2**32 to 1 in fewer
+MAX_SKIPPED = 50  # consecutive steps with a scale that cannot fall; a dynamic scale falls from 2**32 to 1 in fewer
 
 
 class LossScaler:
@@ -33,12 +33,12 @@ class LossScaler:
 
     def __init__(self, plan: LossScalePlan | None) -> None:
         self.plan = plan
-        self._moves = plan if plan is not None and plan.static is None else None  # the plan of a scale that changes
+        self._moves = plan if plan is not None and plan.static is None else None  # set if the scale is dynamic
         self.dynamic = self._moves is not None
         self.scale = 1.0 if plan is None else (plan.static or plan.initial)
         self.clean_steps = 0
         self.patience = plan.hysteresis if plan else 1
-        self.skipped = 0  # in a row
+        self.skipped = 0  # consecutive steps
         self.changed: list[Callable[[float], None]] = []  # called with the new scale over the old one
 
     def update(self, applied: bool, culprit: str = "", cause: str = "") -> None:
@@ -79,7 +79,7 @@ class LossScaler:
             call(factor)
 
     def explain(self, before: float) -> str:
-        """How the last overflow changed the scale from `before`, as text; "" without a scale."""
+        """The text of how the last overflow changed the scale from `before`; "" without a scale."""
         if self.plan is None:
             return ""
         if not self.dynamic:
@@ -127,16 +127,16 @@ def buffer_rule(plan: PrecisionPlan) -> BufferRule:
 class Precision:
     """Casts and scales one engine's inputs, outputs and gradients, as its plan says.
 
-    in_stages: the model runs in parts, between which values keep their dtype and gradients their scale; the engine itself calls
-    `enter` on what the first part gets, and `leave` on what the last one returns.
-    weight: what this rank's losses count in the mean over ranks, 1 where ranks have equally many samples.
+    in_stages: the model runs in stages, between which values keep their dtype and gradients their scale. The engine itself calls
+    `enter` on the first stage's inputs, and `leave` on the last one's outputs.
+    weight: of this rank's losses in the mean over ranks; 1 if all ranks have the same number of samples.
     """
 
     def __init__(self, plan: PrecisionPlan, device: torch.device, *, in_stages: bool = False, weight: float = 1.0) -> None:
         self.plan, self.device, self.in_stages, self.weight = plan, device, in_stages, weight
         self.scaler = LossScaler(plan.loss_scale)
         self.scales = plan.loss_scale is not None or weight != 1.0
-        self.weighed = False  # a gradient has come in by an output since the last step
+        self.weighed = False  # whether a gradient entered through an output since the last step
 
     @property
     def loss_scale(self) -> float:
@@ -144,7 +144,7 @@ class Precision:
 
     @property
     def factor(self) -> float:
-        """What a loss's gradient is multiplied by."""
+        """The factor by which a loss's gradient is multiplied."""
         return self.scaler.scale * self.weight
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -170,7 +170,7 @@ class Precision:
         return map_tensors(value, self._output) if self.scales else value
 
     def widen(self, value: Any) -> Any:
-        """What a loss compares with outputs that left: fp16 becomes fp32, too. CUDA's mse_loss of both has no backward."""
+        """fp16 values that a loss compares with outputs become fp32, like these: CUDA's mse_loss of both dtypes has no backward."""
         return map_tensors(value, _widened) if self.scales else value
 
     def _output(self, tensor: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class Precision:
         return self.factor
 
     def end_step(self) -> None:
-        """Raises RuntimeError if this rank's samples count more or less than others', and no loss was weighed."""
+        """Raise RuntimeError if this rank's samples have another weight than others', but no loss was weighted."""
         weighed, self.weighed = self.weighed, False
         if self.weight != 1.0 and not (weighed or self.in_stages):
             raise RuntimeError(

@@ -37,9 +37,9 @@ def log_plan(plan: Plan) -> None:
 
 
 def log_layout(mesh: Mesh, ranks_of_host: int) -> None:
-    """Log where the ranks of a mesh with several axes stand, unless `slipstream run` has shown it. Called on one rank.
+    """Log the layout of a mesh with several axes on the hosts, unless `slipstream run` has shown it. Called on one rank.
 
-    Warn of slices that several hosts share: their sums then travel between hosts, several times a layer.
+    Warns of slices that span hosts: their all-reduces then cross hosts, several times per layer.
     """
     if not mesh.names:
         return
@@ -63,30 +63,30 @@ def log_layout(mesh: Mesh, ranks_of_host: int) -> None:
 class Progress:
     """Times and counts of one engine; logs on rank 0 only.
 
-    around  called with the name of each phase as it begins; what they return is entered until it ends
-    flops   of this rank in a step, once a profile has counted them
+    around  called with the name of each phase as it begins; the returned contexts are entered until it ends
+    flops   of this rank per step, once a profile has counted them
     """
 
     def __init__(self, plan: Plan, device: torch.device, *, logs: bool) -> None:
         self.every = plan.steps_per_print if logs else None
         self.times = (plan.wall_clock_breakdown or plan.activations.profile) and logs
-        self.device = device if plan.wall_clock_breakdown or plan.profile is not None else torch.device("cpu")  # whose time counts
+        self.device = device if plan.wall_clock_breakdown or plan.profile is not None else torch.device("cpu")  # that is timed
         self.around: list[Callable[[str], AbstractContextManager[object]]] = []
         self.flops = 0
         self.tells_speed = plan.throughput
         self._seconds: dict[str, float] = {}  # of this window
-        self._spans: list[tuple[str, Any, Any]] = []  # times that the device may not have reached yet
+        self._spans: list[tuple[str, Any, Any]] = []  # the device may not have reached their ends yet
         self.since = self.last = time.perf_counter()
         self.losses: list[float | Tensor] | None = None  # of this rank's micro-batches in this window, for monitors
-        self.samples = self.since_line = 0  # of all ranks: in the last step, and since the last line of the log
+        self.samples = self.since_line = 0  # of all ranks: in the last step, since the last log line
 
     def saw(self, loss: Tensor, factor: float) -> None:
         if self.losses is not None:
-            at_once = loss.device.type == "cpu" and loss.numel() == 1  # the cheapest; on a GPU it would wait
+            at_once = loss.device.type == "cpu" and loss.numel() == 1  # cheapest; on a GPU, `item` would wait
             self.losses.append(factor * (loss.item() if at_once else loss.detach().mean(dtype=torch.float32)))
 
     def count(self, samples: int) -> None:
-        """Count a step of this many samples of all ranks."""
+        """Count a step of `samples` samples over all ranks."""
         self.samples, self.since_line = samples, self.since_line + samples
 
     def figures(self) -> dict[str, float]:

@@ -1,18 +1,19 @@
-"""Random-LTD (Yao et al. 2022, arXiv 2211.11586): in training, layers in the middle compute a random part of the tokens.
+"""Random-LTD (Yao et al. 2022, arXiv 2211.11586): in training, middle layers compute only a random subset of the tokens.
 
-Each such layer draws, for each sequence of a micro-batch, which tokens it computes, in their order; the others pass unchanged.
-Their number grows from `min_value` by the step until `max_value`. In evaluation all tokens are computed.
+Each such layer draws, for each sequence of a micro-batch, the tokens that it computes, in order; the others pass unchanged.
+Their number grows with the step from `min_value` to `max_value`. In evaluation all tokens are computed.
 
-[Note: Which tensors have tokens] With hidden states [B, S, H] (or [S, B, H]), these arguments of the layer follow the drawn
-tokens: masks [B or 1, *, S or 1, S], positions and masks [B or 1, S], position embeddings [B or 1, S, D], and with hidden states
-of [S, B, H] what begins with [S, B or 1]. Rotary angles and masks so stay those of the tokens' true positions. If an argument is
-[S] or [S, D], the same for all sequences, all sequences of the micro-batch draw the same tokens. A layer that returns, beside
-hidden states, an argument (T5's position bias) hands on the one it was given, of all tokens; one that makes such a thing of the
-drawn tokens is refused.
+[Note: Which tensors have tokens] With hidden states [B, S, H] (or [S, B, H]), the drawn tokens are taken from these arguments of
+the
+layer: masks [B or 1, *, S or 1, S], positions and masks [B or 1, S], position embeddings [B or 1, S, D], and, with hidden states
+[S, B, H], tensors that begin with [S, B or 1]. So rotary angles and masks are those of the tokens' true positions. If an argument
+is [S] or [S, D], the same for all sequences, all sequences of the micro-batch draw the same tokens. If a layer returns an argument
+beside hidden states (T5's position bias), the output is the original argument, of all tokens. A layer that computes such an output
+from the drawn tokens is refused.
 
-[Note: The same draws] The seed of a draw is a hash of (seed, step, backwards of the step so far, layer, index in the batch axis): a
-resumed run draws what the interrupted one would have drawn, a recomputed layer what it drew before, and slices of a layer on
-several ranks the same. Wrapped around the layer's call, so that recompute and hooks see the shorter sequence only.
+[Note: The same draws] The seed of a draw is a hash of (seed, step, backwards of the step so far, layer, index in the batch axis).
+So a resumed run draws what the interrupted one would have drawn, a recomputed layer repeats its draw, and slices of a layer on
+several ranks draw the same. The layer's call is wrapped, so recompute and hooks see only the shorter sequence.
 """
 
 from __future__ import annotations
@@ -84,11 +85,11 @@ class RandomLTDScheduler:
         return int(self.random_ltd_layer_num)
 
     def update_seq(self, global_steps: int) -> None:
-        """Take the number of tokens of this step."""
+        """Set the number of tokens to that of this step."""
         self.current, self.step = self.get_value(global_steps), global_steps
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
-        """Tokens times layers that the first steps compute."""
+        """The sum over the first `train_iters` steps of tokens times layers computed."""
         rest = self.most * (self.model_layer_num - self.random_ltd_layer_num)
         return sum(self.global_batch_size * (self.get_value(i) * self.random_ltd_layer_num + rest) for i in range(train_iters))
 
@@ -104,7 +105,7 @@ class RandomLTDScheduler:
     get_state = state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The step says all; the schedule's bounds are the config's."""
+        """Restore the step, which determines everything else; the schedule's bounds stay the config's."""
         self.step, self.current = state_dict["current_steps"], state_dict["current_value"]
 
     set_state = load_state_dict
@@ -117,13 +118,13 @@ class TokenDrop:
         self.scheduler, self.seed = scheduler or RandomLTDScheduler(config), seed
         self.numbers = sorted(config["random_ltd_layer_id"])
         self.mask_name, self.token_dim = config["model_mask_name"], 0 if config["hidden_state_order"] == "seq_batch_dim" else 1
-        # step, backwards in it, index in the batch axis; None: the scheduler is stepped elsewhere, and torch's generator draws
+        # returns (step, backwards in it, index in the batch axis); None: a script steps the scheduler, and torch's generator draws
         self.clock: Callable[[], tuple[int, int, int]] | None = None
         self.wrappers: list[tuple[nn.Module, Around]] = []
 
     def wrap(self, layers: list[nn.Module], found: str) -> None:
-        """Take some of these layers in place of earlier ones. Raises ValueError, saying what was found, if they are not as many as
-        the config says."""
+        """Drop tokens in the config's layers among `layers`, instead of earlier ones. Raises ValueError with `found` if their
+        number is not the config's."""
         if len(layers) != self.scheduler.model_layer_num:
             raise ValueError(self._misfit(found))
         self.close()
@@ -132,7 +133,7 @@ class TokenDrop:
             wrap(layer, around)
 
     def check(self, model: nn.Module, count: int) -> None:
-        """Raises ValueError if training begins without layers."""
+        """Raise ValueError if training begins before layers are chosen."""
         if model.training and not self.wrappers:
             raise ValueError(self._misfit(f"{type(model).__name__} has {count} repeated blocks"))
 
@@ -143,13 +144,13 @@ class TokenDrop:
         )
 
     def close(self) -> None:
-        """Give the layers their own classes again."""
+        """Restore the layers' own classes."""
         for layer, around in self.wrappers:
             unwrap(layer, around)
         self.wrappers = []
 
     def _begin(self, number: int) -> torch.Generator | None:
-        """Take the step's number of tokens; returns what draws those of layer `number`."""
+        """Set the step's number of tokens; returns the generator of layer `number`."""
         if self.clock is None:
             return None
         step, backwards, index = self.clock()
@@ -157,7 +158,7 @@ class TokenDrop:
         return generator_of(self.seed, step, backwards, number, index)
 
     def _around(self, number: int) -> Around:
-        """What runs around the calls of layer `number`."""
+        """The wrapper of the calls of layer `number`."""
 
         def call(layer: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not layer.training:
@@ -205,13 +206,13 @@ class TokenDrop:
 
 
 def draw(rows: int, whole: int, kept: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """`kept` of `whole` tokens for each of the rows, ascending: int64 [rows, kept]."""
+    """Draw `kept` of `whole` tokens for each row, ascending: int64 [rows, kept]."""
     scores = torch.rand(rows, whole, generator=generator)
     return scores.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values.to(device, non_blocking=True)
 
 
 class RandomLayerTokenDrop(nn.Module):
-    """A layer of which a script that has no engine, or steps the schedule itself, drops tokens; `init_config` begins that.
+    """A layer that drops tokens for a script without an engine, or with a schedule of its own; `init_config` starts dropping.
 
     Tokens are drawn by torch's generator of the CPU, anew for each layer and call.
     """
@@ -223,7 +224,7 @@ class RandomLayerTokenDrop(nn.Module):
         self._around: Around | None = None
 
     def init_config(self, config: Mapping[str, Any], scheduler: RandomLTDScheduler, random_ltd_layer_id: int) -> None:
-        """config: the block `random_ltd`, of which `model_mask_name` and `hidden_state_order` count."""
+        """config: the block `random_ltd`; only `model_mask_name` and `hidden_state_order` are read."""
         options = {"model_mask_name": None, "hidden_state_order": "batch_seq_dim", **config}
         self.random_ltd_scheduler = scheduler
         self._around = TokenDrop({**options, "random_ltd_layer_id": [random_ltd_layer_id]}, 0, scheduler)._around(
@@ -236,7 +237,7 @@ class RandomLayerTokenDrop(nn.Module):
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors of some arguments, and in tuples and lists among them."""
+    """The tensors among some arguments, and in tuples and lists of them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -245,17 +246,17 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _has_only_tokens(value: Tensor, whole: int) -> bool:
-    """Whether a tensor is [S] or [S, D], without a dimension of sequences."""
+    """Whether a tensor is [S] or [S, D], without a batch dimension."""
     is_wide = value.dim() == 2 and value.is_floating_point() and value.shape[1] != whole and value.shape[1] > 1
     return (value.dim() == 1 or is_wide) and value.shape[0] == whole
 
 
 class _Take:
-    """Takes the drawn tokens out of a layer's arguments, and puts its output back. tokens: [B, s], of `whole` in a sequence."""
+    """Takes the drawn tokens from a layer's arguments, and inserts its output. tokens: [B, s], of `whole` in a sequence."""
 
     def __init__(self, tokens: Tensor, whole: int, token_dim: int) -> None:
         self.tokens, self.whole, self.token_dim = tokens, whole, token_dim
-        self.taken: list[tuple[Tensor, Tensor]] = []  # with what they were taken out of
+        self.taken: list[tuple[Tensor, Tensor]] = []  # (taken, the argument that it was taken from)
 
     def __call__(self, value: Any) -> Any:
         if type(value) in (tuple, list):
@@ -267,7 +268,7 @@ class _Take:
         return taken
 
     def whole_of(self, output: Any, name: str, number: int) -> Any:
-        """A layer's output with arguments that it hands on as they were given. Raises TypeError if more has the drawn tokens."""
+        """A layer's output, with whole arguments for those it passes on. Raises TypeError for other outputs of the drawn tokens."""
         if not isinstance(output, (tuple, list)):
             return output
         others = [next((given for taken, given in self.taken if taken is value), value) for value in output[1:]]
@@ -280,7 +281,7 @@ class _Take:
         return type(output)([output[0], *others])
 
     def _is_short(self, value: Tensor) -> bool:
-        """Whether a tensor looks like one of the drawn tokens, as `_taken` would have taken it out of a longer one."""
+        """Whether a tensor has a shape that `_taken` returns for a longer tensor."""
         (batch, kept), shape = self.tokens.shape, value.shape
         if value.dim() == 4 and shape[2] in (1, kept) and shape[3] == kept:
             return True
@@ -299,14 +300,14 @@ class _Take:
         return self._rows(value, 0) if self.token_dim == 0 and shape[0] == whole and shape[1] in (1, batch) else value
 
     def _mask(self, value: Tensor) -> Tensor:
-        """The rows, if there are any, and the columns of a mask [B, *, S or 1, S]."""
+        """Take the columns, and the rows if there are several, of a mask [B, *, S or 1, S]."""
         heads = value.shape[1]
         if value.shape[2] == self.whole:
             value = value.gather(2, self.tokens[:, None, :, None].expand(-1, heads, -1, self.whole))
         return value.gather(3, self.tokens[:, None, None, :].expand(-1, heads, value.shape[2], -1))
 
     def _places(self, token_dim: int, batch: int) -> Tensor:
-        """Places of the tokens in the first two dimensions of a tensor, [B or 1, S] or [S, B or 1], as one: [B, s] or [s, B]."""
+        """The tokens' flat positions in the first two dimensions of a tensor, [B or 1, S] or [S, B or 1]: [B, s] or [s, B]."""
         sequence = torch.arange(len(self.tokens), device=self.tokens.device)[:, None] if batch > 1 else 0
         return self.tokens + sequence * self.whole if token_dim else (self.tokens * batch + sequence).T
 
@@ -315,13 +316,13 @@ class _Take:
         return value.flatten(0, 1).index_select(0, places.reshape(-1)).view(*places.shape, *value.shape[2:])
 
     def put(self, x: Tensor, new: Tensor) -> Tensor:
-        """Hidden states with the computed tokens in their places."""
+        """Hidden states with the computed tokens at their positions."""
         places = self._places(self.token_dim, len(self.tokens)).reshape(-1)
         return x.to(new.dtype).flatten(0, 1).index_copy(0, places, new.flatten(0, 1)).view(x.shape)
 
 
 def drop_tokens(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
-    """Prepare the model as the config's `random_ltd` says: layers are its repeated blocks. Raises ValueError."""
+    """Prepare the model as the config's `random_ltd` says; layers are its repeated blocks. Raises ValueError."""
     if (config := plan.efficiency.get("data_routing.random_ltd")) is None:
         return None
     drop = TokenDrop({**config, "global_batch_size": plan.batch.train_batch_size}, plan.efficiency["seed"])
@@ -338,7 +339,7 @@ def drop_tokens(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None
 
 
 def token_drop_of(engine: Engine) -> TokenDrop:
-    """The random-LTD of an engine. Raises ValueError if its config has none."""
+    """The engine's random-LTD. Raises ValueError if its config has none."""
     drop = engine.states.resources.get("random-LTD")
     if drop is None:
         raise ValueError(f"random-LTD is off: set {_KEY}.enabled, data_efficiency.data_routing.enabled and data_efficiency.enabled")
@@ -346,8 +347,8 @@ def token_drop_of(engine: Engine) -> TokenDrop:
 
 
 def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
-    """Let the modules of this class in an engine's model be the layers, in their order, in place of its repeated blocks; returns
-    the engine. Raises TypeError for something else than an engine, ValueError if their number is not the config's."""
+    """Drop tokens in the modules of this class, in their order, instead of the model's repeated blocks; returns the engine.
+    Raises TypeError for anything but an engine, ValueError if their number is not the config's."""
     if not hasattr(model, "states"):
         raise TypeError(f"convert_to_random_ltd() takes the engine that initialize() returned, not a {type(model).__name__}")
     layers = [module for module in model.module.modules() if isinstance(module, convert_type)]
@@ -361,5 +362,5 @@ def save_without_random_ltd(model: Any) -> dict[str, Any]:
 
 
 def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of DeepSpeed's wrapped layers by the model's own names."""
+    """DeepSpeed's state dict with the names of its wrapped layers replaced by the model's own."""
     return {name.replace(".random_ltd_layer", ""): value for name, value in state_dict.items()}

@@ -64,7 +64,7 @@ def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None
 
 
 def mark_kinds(model: nn.Module, plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None) -> None:
-    """Mark parameters whose gradients are communicated in another way than the others'."""
+    """Mark parameters whose gradients are communicated in a special way."""
     forget_kinds(model)
     if plan.zero.sends_rows:
         mark_rows(model)

@@ -41,16 +41,16 @@ class RateSchedule(ABC):
 
     optimizer: Any  # anything with param_groups
     last_batch_iteration: int
-    rates: ClassVar[tuple[str, ...]]  # the fields of the groups' own rates and of their lower bounds (none: 0)
+    rates: ClassVar[tuple[str, ...]]  # the fields with the groups' rates and with their lower bounds (default 0)
     momenta: ClassVar[tuple[str, ...]] = ()  # the fields that do not scale with a group's rate
 
     @abstractmethod
     def height(self, i: int) -> float:
-        """The way from the lower bounds to the groups' own rates at iteration i, as a fraction."""
+        """The position between the lower bounds (0) and the groups' own rates (1) at iteration i."""
 
     @abstractmethod
     def _check(self) -> None:
-        """Raises ValueError for a value that the schedule cannot take; fills in what follows from the others."""
+        """Raise ValueError for a value that the schedule cannot take; derive further fields."""
 
     def __post_init__(self) -> None:
         if not isinstance(getattr(self.optimizer, "param_groups", None), list):
@@ -185,14 +185,14 @@ class OneCycle(RateSchedule):
                 f"decay_step_size ({self.decay_step_size}) >= 0"
             )
         stairs, low = self.cycle_first_stair_count, self.cycle_second_stair_count
-        self._halves = ((float(first), stairs), (float(second), stairs if low is None else low))  # of a cycle: size, stairs
+        self._halves = ((float(first), stairs), (float(second), stairs if low is None else low))  # of a cycle: (size, stairs)
         self.total_size = float(first) + float(second)
         self.cycle_momentum = self.cycle_momentum and self._can_cycle_momentum()
 
     def _can_cycle_momentum(self) -> bool:
         betas = [group["betas"] for group in self.optimizer.param_groups if "betas" in group]
         if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
-            return bool(betas)  # the first rank says it for all
+            return bool(betas)  # rank 0 warns for all
         if not betas:
             log.warning("OneCycle: momentum is not cycled, because no parameter group has betas; set cycle_momentum=false")
         elif any(beta2 != self.BETA2 for _, beta2 in betas):
@@ -247,7 +247,7 @@ class _Warmup(RateSchedule):
                 log.warning("%s: total_num_steps %d is less than warmup_num_steps %d", name, total, self.warmup_num_steps)
 
     def _ramp(self, i: int) -> float:
-        """From 0 to 1, then 1."""
+        """Rises from 0 to 1, then stays at 1."""
         if not 0 < i < self.warmup_num_steps:
             return float(i > 0)
         return math.log(i + 1) * self.inverse_log_warm_up if self.warmup_type == "log" else i / self.warmup_num_steps
@@ -342,7 +342,7 @@ _REFUSED: dict[str, str] = {
 
 
 def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -> Any:
-    """Build the scheduler named by `scheduler.type`: one of `VALID`, or any of `torch.optim.lr_scheduler`."""
+    """Build the scheduler that `scheduler.type` names: one of `VALID`, or any class of `torch.optim.lr_scheduler`."""
     torch_names = [name for name in torch.optim.lr_scheduler.__all__ if name not in _SCHEDULES]
     names = {name.lower(): name for name in (*torch_names, *VALID)}
     name = names.get(plan_type.lower())
@@ -373,12 +373,12 @@ def check_steps(scheduler: Any) -> Any:
 
 
 def advance(scheduler: Any, samples: int) -> None:
-    """Step a scheduler by an update. One that needs an `increment`, as Megatron's, counts samples: it gets their number."""
+    """Step a scheduler after an update. A scheduler that needs `increment`, like Megatron's, gets the number of samples."""
     scheduler.step(*([samples] if _needed(scheduler) else []))
 
 
 def _needed(scheduler: Any) -> list[str]:
-    """The arguments that `step()` cannot be called without."""
+    """The names of the required arguments of `step()`."""
     parameters = inspect.signature(scheduler.step).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in _COLLECTS]
 
@@ -390,8 +390,8 @@ _FROM_RATES = (*(getattr(_torch, f"{name}LR") for name in _NAMES.split()), _torc
 
 
 def add_group(scheduler: Any, rate: float | None) -> Callable[[], None]:
-    """Extend a scheduler to a group that was appended to its optimizer, with learning rate `rate` (None: not specified): from now
-    on the group's `lr` follows the first group's in proportion.
+    """Extend a scheduler to a group that was appended to its optimizer, with learning rate `rate` (None: unspecified). From now on
+    the group's `lr` follows the first group's in proportion.
 
     Returns a function that undoes this in the scheduler, not in the group. Raises ValueError, with nothing changed, for schedulers
     that cannot be extended.
@@ -450,7 +450,7 @@ def _per_group(value: PerGroup, count: int) -> list[float]:
 
 
 def _whole(name: str, value: float, *, minimum: int) -> int:
-    """`value` as an integer; it may be an integral float, because other tools write sizes so."""
+    """`value` as an integer; integral floats are accepted, because other tools write sizes as floats."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < minimum:
         raise ValueError(f"{name} is {value!r}; it must be an integer >= {minimum}")
     return int(value)

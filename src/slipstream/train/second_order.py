@@ -1,7 +1,8 @@
-"""MoQ's second-order schedule: layers that the loss is more sensitive to keep their bits for longer.
+"""MoQ's second-order schedule: layers to which the loss is more sensitive keep their bits for longer.
 
-In a window at whose end weights lose a bit, `engine.backward` measures the eigenvalue of each block's Hessian, of the loss of the
-window's last micro-batch over all ranks. A weight's next loss waits 1 + floor(4 lambda) times as long, lambda over the largest one.
+In a window at whose end weights lose a bit, `engine.backward` measures the largest eigenvalue of each block's Hessian, for the loss
+of the window's last micro-batch over all ranks. A weight's next reduction is delayed by the factor 1 + floor(4 lambda), where
+lambda is the eigenvalue divided by the largest one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def mean_over(engine: Engine) -> Mean:
-    """The mean of tensors over the ranks that compute the same model from other data, or parts of it. Collective."""
+    """A function that averages tensors over the ranks that compute the same model on other data, or parts of it. Collective."""
     states, ranks = engine.states, engine.mesh.stage
 
     def mean(parts: list[Tensor]) -> list[Tensor]:
@@ -40,7 +41,7 @@ def mean_over(engine: Engine) -> Mean:
 
 
 def most_over(engine: Engine) -> Callable[[Tensor], Tensor]:
-    """The largest values of tensors of one shape over the same ranks. Collective."""
+    """A function that takes the elementwise maximum of a tensor over the same ranks. Collective."""
     states, ranks = engine.states, engine.mesh.stage
 
     def most(x: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class SecondOrder:
         self.measured = -1  # the step of the last measurement
 
     def is_due(self, engine: Engine) -> bool:
-        """Whether the backward of the micro-batch that comes measures: weights lose a bit at the end of its window."""
+        """Whether the next micro-batch's backward measures, because weights lose a bit at the end of its window."""
         after = engine.global_steps + 1
         if not engine.at_boundary or after % self.eigenvalue.gas_boundary_resolution:
             return False
@@ -73,7 +74,7 @@ class SecondOrder:
 
     def connect(self, engine: Engine) -> None:
         states, model = engine.states, engine.module
-        both = ExitStack()  # kernels of attention that have second derivatives
+        both = ExitStack()  # selects attention kernels that have second derivatives
 
         def begin(module: nn.Module, *_: Any) -> None:
             if module.training and torch.is_grad_enabled() and self.is_due(engine):

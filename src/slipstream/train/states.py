@@ -35,7 +35,7 @@ from slipstream.zero.unit import Comms, Unit
 
 
 class Average(Protocol):
-    """The interface of slipstream.ema.Ema that an engine uses."""
+    """What an engine uses of slipstream.ema.Ema."""
 
     num_updates: int
 
@@ -50,7 +50,7 @@ class Average(Protocol):
 
 
 class Outer(Protocol):
-    """The interface of train/local_steps.py that an engine uses."""
+    """What an engine uses of train/local_steps.py."""
 
     def before(self, method: str) -> None:
         """Make the replicas' weights equal before a call that reads them. Collective."""
@@ -59,7 +59,7 @@ class Outer(Protocol):
         """This rank's ranges of the outer optimizer's momentum, by their names in a checkpoint."""
 
     def restart(self, loaded: Collection[str]) -> None:
-        """Go on from masters that were loaded, and from the momentum under these names."""
+        """Continue from loaded masters, and from the momentum under these names."""
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
@@ -69,8 +69,8 @@ class States:
     model: nn.Module
     plan: Plan
     mesh: Mesh
-    world: Comm  # all ranks of the engine: agreements go over it
-    replica: Comm  # the ranks that step together: all, but for replicas that train on their own
+    world: Comm  # all ranks of the engine, for agreements
+    replica: Comm  # the ranks that step together: all, except with local steps
     families: Mapping[Differs, Comms]
     device: torch.device
     units: list[Unit]
@@ -85,13 +85,13 @@ class States:
     hooks: Hooks = field(init=False)  # installed by the engine, and again after each surgery
     known: frozenset[int] = frozenset()  # ids of the model's parameters
     asleep: Asleep | None = None  # the states that sleep() moved away
-    # By name, closed with the engine: mail, exchanges of activations. Checkpoints keep those that have a state.
+    # By name: mail, exchanges of activations. Closed with the engine. Checkpoints keep those that have a state.
     resources: dict[str, Any] = field(default_factory=dict)
     before_backward: list[Callable[[Tensor], None]] = field(default_factory=list)  # called with the loss of `engine.backward`
     after_step: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether the step updated the weights
     after_update: list[Callable[[], None]] = field(default_factory=list)  # called at the end of each step that updated the weights
-    suspects: list[Callable[[], str]] = field(default_factory=list)  # what may have made gradients not finite; "" for nothing
-    on_hooks: list[Callable[[Hooks], None]] = field(default_factory=list)  # called with the hooks, and with new ones after surgery
+    suspects: list[Callable[[], str]] = field(default_factory=list)  # return what may have made gradients nonfinite, or ""
+    on_hooks: list[Callable[[Hooks], None]] = field(default_factory=list)  # called with new hooks after each surgery
     outer: Outer | None = None  # train/local_steps.py
     average_ref: Callable[[], Average | None] = lambda: None  # of the slipstream.ema.Ema of these states; the user owns it
 
@@ -119,7 +119,7 @@ class States:
         self.on_hooks.append(wire)
 
     def refuse_unknown(self) -> None:
-        """Raise ValueError if the model has a parameter that no unit holds, and so would be neither trained nor saved."""
+        """Raise ValueError if the model has a parameter that is in no unit, and so would be neither trained nor saved."""
         for name, param in self.model.named_parameters():
             if id(param) not in self.known:
                 raise ValueError(
@@ -161,18 +161,18 @@ class States:
         return reason
 
     def check_disk(self) -> None:
-        """Called before weights are read or written by name. Collective if states are on disk."""
+        """Check disk transfers before weights are read or written by name. Collective if states are on disk."""
         self.gate.check("gathered")
         if self.homes.on_disk:
-            self.fence()  # the watch reports a rank that is alone here
+            self.fence()  # if only some ranks are here, the watch reports it
             self.settle()
 
     def fence(self) -> None:
-        """Wait until all ranks of the engine are here."""
+        """Wait until all ranks of the engine have called this."""
         self.world.exchange(torch.zeros(1, dtype=torch.float64))
 
     def exchange(self, axis: str | Axis) -> Exchange:
-        """The collectives on activations over an axis, of the mesh or of a family. Collective over the axis at the first call."""
+        """The collectives on activations over an axis, of the mesh or of a family. The first call is collective over the axis."""
         axis = getattr(self.mesh, axis) if isinstance(axis, str) else axis
         name = f"exchange over {axis.name} of ranks {axis.ranks}"
         if name not in self.resources:

@@ -7,9 +7,9 @@
     rebuild   keep units whose parameters are unchanged, under their new names; build all others anew, block by block, from the
               values of the old units, which are freed on the way: at most one unit is unsharded at a time
 
-New and modified values are those of the first rank that has the parameter, or the part of it, so ranks need not draw the same
-random numbers. The ranks of a pipeline stage make the same changes; a stage changes its own modules. LoRA adapters of sliced layers
-are built whole and sliced like these (parallel/adapters.py).
+New and modified values are those of the first rank that has the parameter, or its part, so ranks need not draw the same random
+numbers. The ranks of a pipeline stage make the same changes, to the stage's own modules. LoRA adapters of sliced layers are built
+whole and then sliced like these layers (parallel/adapters.py).
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ class Surgery:
 
     def __init__(self, states: States, group: GroupOf, rewire: Callable[[], None]) -> None:
         self.states, self.group = states, group
-        self.rewire = rewire  # hooks the changed model to its units
+        self.rewire = rewire  # installs hooks between the changed model and its units
         self.copies: dict[Unit, Tensor] = {}  # unsharded copies of the units that were accessed
         self.undo = ExitStack()  # restores the parameter groups if the surgery fails
         self.model = states.model
-        self.features = ExitStack()  # sliced layers have the features of the whole, for adapters
+        self.features = ExitStack()  # sliced layers show the whole's feature counts, for adapters
         self.was_half_changed = Obstacle.CHANGING in states.gate
 
     # -- begin and end --
 
     def begin(self) -> None:
-        """Prepare the model for changes. Raises RuntimeError on every rank if one is in the middle of a window, and ValueError for
-        a plan with which the model cannot change."""
+        """Prepare the model for changes. Raises RuntimeError on every rank if one is in the middle of a window, and ValueError if
+        the plan does not allow changes."""
         states = self.states
         for text in matching(SURGERY, states):
             raise ValueError(text)
@@ -130,7 +130,7 @@ class Surgery:
                     f"{rank}: make the same change on the stages that have it"
                 )
             touched = self._touched()
-            for unit in states.units:  # over shared memory one rank may have read alone; all ranks need the copy from here on
+            for unit in states.units:  # one rank may have read alone (shared memory); from here on all ranks need the copy
                 if unit.placement.weights and (unit, 0) in touched:
                     self._show_copy(unit)
             change = Change(states, states.model, self.copies, touched, self.group)
@@ -155,7 +155,7 @@ class Surgery:
         self._close(why, is_changed=is_changed)
 
     def _is_changed(self) -> bool:
-        """Whether there is a change that `_close` cannot undo: to the model, or in place to replicated weights."""
+        """Whether something changed that `_close` cannot undo: the model, or replicated weights in place."""
         replicated = (unit for unit in self.states.units if not unit.placement.weights and unit not in self.copies)
         written = any(unit.shown.is_written(i) for unit in replicated for i in range(len(unit.params)))
         return written or _outline(self.states.model) != self.before
@@ -164,7 +164,7 @@ class Surgery:
         return self.states.world.exchange(torch.tensor([failed, is_changed], dtype=torch.float64))
 
     def _facts(self) -> Facts:
-        """What the ranks of a stage have alike after the same changes."""
+        """Facts that are the same on all ranks of a stage after the same changes."""
         states = self.states
         groups = states.steps.inner.param_groups
         held = {id(param): i for i, group in enumerate(groups) for param in group["params"]}
@@ -178,8 +178,8 @@ class Surgery:
         return facts | {f"parameter group {i}": str(options(group)) for i, group in enumerate(groups) if i >= self.num_groups}
 
     def _refusal(self) -> str:
-        """Why ranks that hold parts, or the optimizer, cannot have the changed model, or routers that are new its settings; "" if
-        they can. Slices new adapters: collective over tp."""
+        """Why the changed model does not fit ranks with parts, the optimizer, or (new routers) the settings; "" if it fits. Also
+        slices new adapters: collective over tp."""
         states = self.states
         if states.mesh.pp.size > 1 and states.model is not self.model:
             wrong, states.model = states.model, self.model
@@ -197,7 +197,7 @@ class Surgery:
         return _lost_parts(states)
 
     def _touched(self) -> set[tuple[Unit, int]]:
-        """The parameters whose values may have changed on some rank; the first rank's that has them then count. Collective."""
+        """Parameters whose values may have changed on any rank; the values of their first rank then count. Collective."""
         params = [(unit, i) for unit in self.states.units for i in range(len(unit.params))]
         own = [unit.names[i] for unit, i in params if _is_touched(unit, i, self.copies)]
         touched = {name for names in self.states.mesh.world.gather(own) for name in names}
@@ -234,13 +234,13 @@ def _outline(model: nn.Module) -> list[Any]:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Facts of the parameters that several stages have, which have to agree on them."""
+    """Facts of the parameters that several stages share, on which these must agree."""
     shared = {name: param for name, param in model.named_parameters() if any(split.axis == "pp" for split in differs_of(param))}
     return {name: f"{tuple(param.shape)}{'' if param.requires_grad else ' frozen'}" for name, param in shared.items()}
 
 
 def _lost_parts(states: States) -> str:
-    """Why a parameter that ranks share is not continued as it is; "" if all are."""
+    """Why the change does not keep a parameter that is split over ranks as it is; "" if all are kept."""
     params = dict(states.model.named_parameters())
     kept = {id(param) for param in params.values()}
     old = {id(param) for unit in states.units for param in (*unit.params, *unit.model_params)}
@@ -304,7 +304,7 @@ class Change:
         self._open_files()
 
     def _find_origins(self) -> dict[str, Origin]:
-        """Maps each parameter that continues one of the engine's to its origin, by name."""
+        """Map the name of each parameter that continues one of the engine's to its origin."""
         by_name = {name: (unit, i) for unit in self.states.units for i, name in enumerate(unit.names)}
         origins, replaced = {}, dict[str, Tensor]()
         for name, param in self.params.items():
@@ -327,7 +327,7 @@ class Change:
         return origins
 
     def _not_continued(self, replaced: Mapping[str, Tensor], origins: Mapping[str, Origin]) -> list[str]:
-        """Of parameters that replaced others under the same name: those whose values are unrelated to the old ones. Collective."""
+        """The parameters that replaced others of the same name, with values unrelated to the old ones. Collective."""
         fresh = []
         for name, given in replaced.items():
             origin = origins[name]
@@ -339,7 +339,7 @@ class Change:
         return [name for name in replaced if name in everywhere]
 
     def _find_held(self) -> dict[int, int]:
-        """Maps the id of each parameter to its group. Raises ValueError for a parameter that is in none of the model's modules."""
+        """Map the id of each parameter to its group. Raises ValueError for a parameter that is in no module of the model."""
         held = {}
         for i, group in enumerate(self.states.steps.inner.param_groups):
             for param in group["params"]:
@@ -352,7 +352,7 @@ class Change:
         return held
 
     def _find_kept(self) -> dict[int, Unit]:
-        """Maps groups of the model to existing units with the same parameters, shapes and kind."""
+        """Map groups of the model to existing units with the same parameters, shapes and kind."""
         by_params = {tuple(map(id, unit.params)): unit for unit in self.states.units}
         kept = {}
         for index, group in enumerate(self.groups):
@@ -389,7 +389,7 @@ class Change:
         for rank, why in zip(world.ranks, whys, strict=True):
             if why:
                 raise ValueError(f"engine.surgery(group=...): rank {rank} gives {why}, this rank {joins}")
-        if found := conflict(world.ranks, chosen):  # a stage has other names
+        if found := conflict(world.ranks, chosen):  # other stages have other names
             name, first, usual, rank, which = found
             raise ValueError(
                 f"engine.surgery(group=...): rank {rank} gives {{{name!r}: {which}}}, rank {first} {{{name!r}: {usual}}}"
@@ -410,7 +410,7 @@ class Change:
                 joins[name] = held[id(old)]
                 continue
             if origin is not None and not (param.requires_grad and origin.unit.grads is None):
-                continue  # the user left it out on purpose
+                continue  # the user left it out deliberately
             which = group(name, param) if callable(group) else _default_group(groups, name, param) if group is None else group
             joins[name] = which
             if not (isinstance(which, int) and 0 <= which < len(groups)):

@@ -1,6 +1,6 @@
-"""A trial of `slipstream tune` from inside (config/trial.py): its speed, step by step, and the prediction of other configurations.
+"""A trial of `slipstream tune` from the inside (config/trial.py): its speed per step, and predictions for other configurations.
 
-Rank 0 writes a line of PROGRESS per step. All ranks end the script together, after the trial's steps or when the tuner has put the
+Rank 0 writes a line of PROGRESS per step. All ranks end the script together, after the trial's steps or once the tuner has put the
 file STOP into the folder.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _INTERPRETER = 400 << 20  # bytes of Python and torch
-_MOST_OF_DEVICE = 0.92  # of its memory: the rest is for libraries and fragments
+_MOST_OF_DEVICE = 0.92  # of its memory; the rest is for libraries and fragmentation
 
 
 def follow_trial(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
-    """The change that measures a trial; without one there is nothing to do."""
+    """The `Change` (changes.py) that measures a trial; None without a trial."""
     trial = current()
     if trial is None or not trial.steps:
         return None
@@ -45,14 +45,12 @@ def follow_trial(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | Non
 
 
 class _Follower:
-    """Hooks of one engine."""
-
     def __init__(self, engine: Engine, trial: Trial, lean: nn.Module | None) -> None:
         self.engine, self.trial, self.lean = engine, trial, lean
         self.began, self.last, self.count = False, time.perf_counter(), 0
         self.is_first = engine.mesh.is_first
-        self.rate: float | None = None  # of learning in this step of a range test
-        self.shares: list[float] = []  # of the parameter groups' learning rates, over the first one's
+        self.rate: float | None = None  # learning rate of this step of a range test
+        self.shares: list[float] = []  # of the parameter groups: learning rate over the first group's
 
     def connect(self) -> None:
         states, progress = self.engine.states, self.engine.progress
@@ -62,7 +60,7 @@ class _Follower:
         states.after_step.append(self._end_step)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Before the first forward that trains; rank 0 writes what the script feeds, and the survey."""
+        """Before the first forward that trains: rank 0 writes the script's inputs, and the survey."""
         if self.began or not (module.training and torch.is_grad_enabled()):
             return
         self.began, batch, mesh = True, self.engine.plan.batch, self.engine.mesh
@@ -88,7 +86,7 @@ class _Follower:
             raise SystemExit(0)
 
     def _set_rate(self) -> None:
-        """The learning rate of the next step in a range test, after any schedule has set its own. Groups keep their ratios."""
+        """Set the learning rate of the next step of a range test, after any schedule has set its own. Groups keep their ratios."""
         if self.trial.rates is None or self.engine.optimizer is None:
             return
         (low, high), groups = self.trial.rates, self.engine.optimizer.param_groups
@@ -122,8 +120,8 @@ def surveyed(
 ) -> dict[str, Any]:
     """The candidates for this engine's model and batch, on meta, as JSON values.
 
-    wanted: `memory`, bytes of a rank on top of Python and torch, or None; `host`, bytes that all ranks of a host without a GPU
-    share; `disk`, a folder or None; `max_batch`, the largest global batch, in doublings of the config's, or None
+    wanted: `memory`, bytes per rank on top of Python and torch, or None; `host`, bytes that all ranks of a host without a GPU
+    share; `disk`, a folder or None; `max_batch`, the largest global batch, reached by doubling the config's, or None
     """
     from slipstream.train.planning import calibrate, dry_run, explain, predict, propose  # torch's fake tensors are slow to import
 
@@ -159,7 +157,7 @@ def surveyed(
 
 
 def _grown(plan: Plan, world: int, most: int | None) -> Iterator[Plan]:
-    """The plan, and those of 2, 4, ... times its global batch."""
+    """The plan, and its copies with 2, 4, ... times its global batch."""
     yield plan
     batch, times = plan.batch, 2
     while most is not None and batch.train_batch_size * times <= most:

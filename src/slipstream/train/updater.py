@@ -16,7 +16,7 @@ from slipstream.zero.comm import Pending
 from slipstream.zero.storage.stream import stream
 from slipstream.zero.unit import Unit
 
-IN_FLIGHT = 2  # units whose codes are on their way while the next one is updated
+IN_FLIGHT = 2  # units whose codes are in flight while the next unit is updated
 
 
 class _Updating(NamedTuple):
@@ -44,7 +44,7 @@ class Updater:
     gathering a unit waits only for that unit's update (`Unit.await_update`). With a GPU and replicated weights, units are updated
     in the order in which their gradients arrive.
 
-    A failure of that thread or of a disk is not raised in mid-step, because other ranks would wait for this one forever: the
+    A failure of that thread or of a disk is not raised in mid-step, because other ranks would wait for this one forever. The
     remaining units are published as they are, and `failure` keeps the exception until the engine has reported it to all ranks.
     """
 

@@ -20,25 +20,25 @@ class Verdict(NamedTuple):
     norm: float  # global L2 norm of the mean gradient, unscaled, before clipping
     finite: bool
     scale: float  # the optimizer multiplies gradients with it: unscale and clip in one factor
-    wish: float = 0.0  # the largest of the ranks' `Autosave.wish`
+    save_request: float = 0.0  # the largest `Autosave.save_request` of all ranks
     culprit: str = ""  # the first parameter, in model order, whose gradient is not finite on some rank
-    cause: str = ""  # what made it so, if a part of the model knows
+    cause: str = ""  # why, if a part of the model knows
 
 
-def judge(states: States, loss_scale: float, clipping: float, wish: float = 0.0) -> Verdict:
+def judge(states: States, loss_scale: float, clipping: float, save_request: float = 0.0) -> Verdict:
     """Compute the verdict in one exchange over the ranks that step together. A barrier.
 
     Each rank adds the squares of its own units in fp64, then every rank adds the sums in rank order: the work per rank does not
     grow with units times ranks, and the result is the same on all ranks and in all ZeRO stages.
 
-    It is the fence of the step: no rank passes the exchange before all have finished their backward, so weights in shared memory
-    may then be overwritten.
+    The exchange is the step's fence: no rank passes it before all ranks have finished their backward, so weights in shared memory
+    may be overwritten afterwards.
     """
     world, trainable = states.replica, [unit for unit in states.units if unit.trainable]
     own = 0.0
     for square in _squares(trainable):
         own += square
-    rows = world.exchange(torch.tensor([float(states.hooks.backwards), own, wish], dtype=torch.float64))
+    rows = world.exchange(torch.tensor([float(states.hooks.backwards), own, save_request], dtype=torch.float64))
     check_rounds(rows[:, 0], world.axis)
     total = 0.0
     for square in rows[:, 1].tolist():
@@ -46,11 +46,11 @@ def judge(states: States, loss_scale: float, clipping: float, wish: float = 0.0)
     finite = math.isfinite(total)
     norm = math.sqrt(total) / loss_scale if finite else float("nan") if math.isnan(total) else math.inf
     clip = 1.0
-    if clipping > 0:  # as torch.nn.utils.clip_grad_norm_, also for a step that is applied anyway: 0 for inf, NaN for NaN
+    if clipping > 0:  # like torch's clip_grad_norm_, also if an overflow is applied: 0 for inf, NaN for NaN
         clip = clipping / (norm + 1e-6)
         clip = 1.0 if clip > 1.0 else clip
-    wish = float(rows[:, 2].max())
-    return Verdict(norm, finite, clip / loss_scale, wish, *(() if finite else _find_culprit(states, trainable)))
+    save_request = float(rows[:, 2].max())
+    return Verdict(norm, finite, clip / loss_scale, save_request, *(() if finite else _find_culprit(states, trainable)))
 
 
 def _squares(units: Sequence[Unit]) -> list[float]:

@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 
 class AccumulationWindow:
-    """The current accumulation window of one engine."""
-
     def __init__(self, plan: Plan, num_ranks: int) -> None:
         self.plan, self.num_ranks = plan, num_ranks
         self.forced: bool | None = None  # whether the next step() ends the window (accelerate); None: count micro-batches
@@ -28,7 +26,7 @@ class AccumulationWindow:
         self._warned = False
 
     def ends_after(self, micro_steps: int) -> bool:
-        """Whether the window ends with the step after `micro_steps` others."""
+        """Whether the step after `micro_steps` others ends the window."""
         if self.forced is not None:
             return self.forced
         return not self.plan.batch.managed or (micro_steps + 1) % self.plan.batch.accumulation == 0
@@ -45,7 +43,7 @@ class AccumulationWindow:
 
     @property
     def share(self) -> float:
-        """The gradient of a micro-batch's loss in its backward: the caller has divided the loss, or `alpha` will."""
+        """The factor of a micro-batch's gradients in its backward: 1 / accumulation if the caller divides the loss, else 1."""
         return 1.0 / self.plan.batch.accumulation if self.divides is False and self.plan.batch.managed else 1.0
 
     def divide(self, divides: bool) -> None:
@@ -55,7 +53,7 @@ class AccumulationWindow:
         self.divides = divides
 
     def check_loop(self, backwards: int, logs: bool) -> None:
-        """Warn once about a loop written for another engine: it runs, but trains differently than its author expects."""
+        """Warn once about a loop written for another engine, which runs but does not train as its author expects."""
         batch, warning = self.plan.batch, ""
         if backwards == 0:
             warning = (
@@ -73,7 +71,7 @@ class AccumulationWindow:
 
 
 def finish(states: States, alpha: float) -> None:
-    """Reduce what is left and move all gradients to the optimizer's placement. Collective."""
+    """Reduce the remaining gradients and move all gradients to the optimizer's placement. Collective."""
     states.refuse_unknown()
     states.updater.finish()
     for unit in states.units:
@@ -107,7 +105,7 @@ def refuse_unused(states: States, landed: AbstractSet[tuple[int, int]]) -> None:
 
 
 def reduce_leftovers(states: States) -> None:
-    """Reduce gradients that are still in `.grad` on any rank (late ones, and those of no_sync). Collective."""
+    """Reduce gradients that are still in `.grad` on any rank: late ones, and those of `no_sync`. Collective."""
     hooks, stage = states.hooks, states.stage
     rows = stage.exchange(torch.tensor([float(hooks.backwards), *map(float, hooks.leftovers())], dtype=torch.float64))
     check_rounds(rows[:, 0], stage.axis)
@@ -118,7 +116,7 @@ def reduce_leftovers(states: States) -> None:
 
 
 def check_rounds(backwards: Tensor, axis: Axis) -> None:
-    """Raise RuntimeError if ranks ran different numbers of backward passes, which `backwards` has in the order of the axis."""
+    """Raise RuntimeError if ranks ran different numbers of backward passes (`backwards`, in the order of the axis)."""
     if backwards.min() != backwards.max():
         counts = {rank: int(n) for rank, n in zip(axis.ranks, backwards.tolist(), strict=True)}
         raise RuntimeError(

@@ -1,6 +1,6 @@
 """Measure this machine's rates for planning: a few tenths of a second of matrix products, copies and disk transfers.
 
-The rates are those of this process with all its threads; with several ranks on a host, state each rank's share by `--rate`.
+The rates are of this process with all its threads. If several ranks share a host, state each rank's share by `--rate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BUS = 25e9  # bytes per second of PCIe 4.0 x16 in practice: the default between
 
 
 def rates(dtype: str, device: str, folder: str | None, stated: Mapping[str, float]) -> Rates:
-    """Measure the rates that are not `stated`. `dtype`: of matrix products; `folder`: on the disk, None without one.
+    """Measure the rates that are not in `stated`. `dtype`: of matrix products; `folder`: on the disk to measure, or None.
 
     Raises ValueError if the device to measure does not exist, or the folder cannot be used.
     """
@@ -49,7 +49,7 @@ def _copies(device: str) -> float:
 
 
 def _per_second(call: Callable[[], object], device: str) -> float:
-    """Calls per second in the best of a few runs: noise only slows down."""
+    """Calls per second in the best of a few runs, because noise only slows down."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     call()
     best, calls, deadline = 0.0, 1, time.perf_counter() + _SECONDS

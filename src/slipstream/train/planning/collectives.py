@@ -1,7 +1,7 @@
 """Measured times of collectives between the ranks of a job: torch's over gloo or NCCL, and those of shared memory.
 
-Sizes are of the whole buffer, in bytes: what an all-gather returns, what a reduce-scatter takes. *algbw* is size / time, *busbw*
-what a link carries at least, as NVIDIA's nccl-tests count it.
+Sizes are of the whole buffer, in bytes: an all-gather's output, a reduce-scatter's input. *algbw* is size / time, *busbw* is the
+bandwidth that each link must have had, as defined by NVIDIA's nccl-tests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST = 200  # repetitions
 
 
 class Rate(NamedTuple):
-    """The mean time of one operation, of the slowest rank."""
+    """The mean time of one operation on the slowest rank."""
 
     transport: str
     operation: str
@@ -48,7 +48,7 @@ class Rate(NamedTuple):
 def _of_torch(numel: int, rank: int, world: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     whole, other = torch.zeros(numel, device=device), torch.empty(numel, device=device)
     shard = torch.zeros(numel // world, device=device)
-    is_staged = device.type == "cuda" and "nccl" not in str(dist.get_backend())  # gloo sends no memory of a GPU, and aborts
+    is_staged = device.type == "cuda" and "nccl" not in str(dist.get_backend())  # gloo aborts on GPU memory
 
     def send_recv() -> None:
         sent, received = (whole.cpu(), other.cpu()) if is_staged else (whole, other)
@@ -69,7 +69,7 @@ def _of_torch(numel: int, rank: int, world: int, device: torch.device) -> dict[s
 
 
 def _newest(name: str, older: str) -> Callable[..., Any]:
-    """torch 2.13 has renamed these."""
+    """The function's name since torch 2.13, or the older name."""
     return getattr(dist, name, None) or getattr(dist, older)
 
 
@@ -90,7 +90,7 @@ def _of_shared(comm: SharedComm, buffer: Buffer) -> dict[str, Callable[[], Any]]
 
 
 def _timed(operation: Callable[[], Any], seconds: float, device: torch.device) -> float:
-    """Seconds of one call, of the slowest rank: a first call sets things up, a second says how many fit into `seconds`."""
+    """Seconds per call on the slowest rank. The first call warms up; the second determines how many calls fit into `seconds`."""
 
     def run(times: int) -> float:
         dist.barrier()

@@ -1,7 +1,7 @@
 """Dry run: measure the live memory and compute of one micro-batch with fake tensors, which have shapes but no memory.
 
-A copy of the model runs without the engine's hooks. The dry run imitates how an engine frees gradients: a gradient that has landed
-leaves `.grad` at once (replicated gradients) or with the last one of its unit (sharded ones).
+A copy of the model runs without the engine's hooks. The dry run imitates how an engine frees gradients: replicated gradients leave
+`.grad` as soon as they have landed, sharded ones when the last one of their unit has landed.
 
 Each storage counts once, from the operation that creates it until its last user drops it, in forward and backward. Memory that an
 operation allocates and frees internally (a matrix product's scratch memory) does not count.
@@ -38,31 +38,31 @@ from slipstream.zero.wrap import wrap
 
 _aten = torch.ops.aten
 _ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")  # torch's kernels
-Formula = Callable[..., int]  # of an operation's arguments, and of its result as out_val
+Formula = Callable[..., int]  # called with an operation's arguments and its result (out_val)
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Of a product of groups: rows of `a`, or its columns, are sorted by group; else both are stacked."""
+    """FLOP of a grouped product: rows of `a`, or its columns, are sorted by group, or both operands are stacked."""
     return 2 * b.shape[-1] * (a.numel() if a.dim() == 2 or b.dim() == 3 else a.shape[-2] * a.shape[-1])
 
 
 def _attention_flops(q: Tensor, _: Tensor, v: Tensor, *__: Any, **___: Any) -> int:
-    """Of q [..., queries, d] with keys and values of as many heads or fewer: the scores, and their product with the values."""
+    """FLOP of q [..., queries, d] with as many or fewer key and value heads: the scores, and their product with the values."""
     return 2 * q.shape[:-1].numel() * v.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
 def _attention_backward_flops(_: Tensor, q: Tensor, __: Tensor, v: Tensor, *___: Any, **____: Any) -> int:
-    """The scores again, and the gradients of scores, values, queries and keys."""
+    """FLOP of the recomputed scores, and of the gradients of scores, values, queries and keys."""
     return 2 * q.shape[:-1].numel() * v.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 @functools.cache
 def formulas() -> Mapping[Any, Formula]:
-    """The FLOP of operations by packet: torch's, those that its registry lacks, and attention's, which torch before 2.12 refuses to
-    count if keys have fewer heads than queries.
+    """FLOP formulas by operation packet: torch's, those missing in its registry, and attention's, because torch before 2.12 refuses
+    keys with fewer heads than queries.
 
-    Block-sparse attention computes scores and values of its tiles in the forward; in the backward the scores again, and four
-    products more.
+    Block-sparse attention computes scores and values of its tiles in the forward. The backward recomputes the scores and computes
+    four more products.
     """
     from slipstream.ops import block_sparse, grouped  # registers its operations
 
@@ -91,9 +91,9 @@ class DryRunError(ValueError):
 
 
 def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], *, micro_batch_size: int) -> Profile:
-    """Run one micro-batch of `micro_batch_size`; `args` and `kwargs` are an example of the plan's micro-batch size.
+    """Run one micro-batch of `micro_batch_size`. `args` and `kwargs` are an example with the plan's micro-batch size.
 
-    Raises DryRunError if the model reads values, which fake tensors do not have, and ValueError if its output requires no gradient.
+    Raises DryRunError if the model reads values, which fake tensors lack, and ValueError if its output requires no gradient.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         resize = partial(_like, size=plan.batch.micro_batch_size, to=micro_batch_size)
@@ -122,7 +122,7 @@ def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
 
 
 def recompute_blocks(ghost: nn.Module, names: Iterable[str]) -> None:
-    """Let the backward run the forward of these modules again."""
+    """Recompute the forward of these modules in the backward."""
     for name in names:
         block = ghost.get_submodule(name)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
@@ -148,7 +148,7 @@ def profiles(
 
 
 def between(small: Profile, at_small: int, large: Profile, at_large: int, size: int) -> Profile:
-    """The profile of a micro-batch size by linear interpolation between two others."""
+    """The profile at `size`, interpolated linearly between two others."""
     if len(small.moments) != len(large.moments):
         raise DryRunError("the order in which the model runs its blocks depends on the batch size; pass --activations")
 
@@ -167,7 +167,7 @@ def between(small: Profile, at_small: int, large: Profile, at_large: int, size: 
 
 
 def _like(tensor: Tensor, size: int, to: int) -> Tensor:
-    """A fake copy of the tensor; a first dimension of the micro-batch's size becomes `to`."""
+    """A fake copy of the tensor; a first dimension equal to the micro-batch size becomes `to`."""
     shape = list(tensor.shape)
     if shape and shape[0] == size:
         shape[0] = to
@@ -200,7 +200,7 @@ def without_memory(model: nn.Module, rule: BufferRule = BUFFERS_STAY, device: st
 
 
 def roots_of(output: Any) -> list[Tensor]:
-    """The roots of the backward: the loss (a scalar, `.loss`, the first output), else all outputs that require a gradient."""
+    """The roots of the backward: the loss (a scalar, `.loss`, or the first output), else all outputs that require a gradient."""
     loss = getattr(output, "loss", None)
     candidates = [tensor for tensor in tensors_in(output if loss is None else loss) if tensor.requires_grad]
     if not candidates:
@@ -219,7 +219,7 @@ class _Meter(TorchDispatchMode):
         self.moments: list[Moment] = []
         self.work = {"forward": [0, 0], "backward": [0, 0]}
         self.products: dict[str, int] = {"float32": 0}  # FLOP by dtype
-        self.alive: dict[int, tuple[Any, int]] = {}  # storage -> a reference that reports its end, and its bytes
+        self.alive: dict[int, tuple[Any, int]] = {}  # storage -> (a weak reference with a callback, bytes)
         for storage in {param.untyped_storage() for param in model.parameters()} | {b.untyped_storage() for b in model.buffers()}:
             self.alive[storage._cdata] = (storage, 0)
         self._hook(model)
@@ -299,7 +299,7 @@ class _Meter(TorchDispatchMode):
         return out
 
     def _follow(self, storage: Any) -> int:
-        """Begin to count a storage; returns its bytes if it is new, else 0."""
+        """Start counting a storage; returns its bytes if it is new, else 0."""
         key = storage._cdata
         if key in self.alive:
             return 0

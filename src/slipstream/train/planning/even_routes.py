@@ -1,9 +1,9 @@
-"""`EvenRoutes`: routes with values in a dry run, so that layers whose code reads them run, with an even load of the experts.
+"""`EvenRoutes`: lets layers that read their routes run in a dry run, with an even load of the experts.
 
-A layer that calls the modules of a list (as transformers 4 wrote them, or with code of its own) reads which experts its tokens
-chose: `nonzero`, `where`, masks, loops over values. Tensors of a dry run have no values. So what chooses from the scores of all
-experts (`topk`, `argmax`, ...) gives indices with values here: token after token, expert after expert. What is computed of these
-alone has values, too; beside tensors without values, a mask becomes the places that it has.
+Layers that call the modules of a list (transformers 4, or custom code) read which experts their tokens chose: `nonzero`, `where`,
+masks, loops over values. Tensors of a dry run have no values. So operations that choose from the scores of all experts (`topk`,
+`argmax`, ...) return indices with values here, which assign the experts in turn. Results that depend only on these indices have
+values, too. Where a mask with values indexes a tensor without values, it is replaced by the positions that it selects.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _AT = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
 
 def even_routes(model: nn.Module) -> AbstractContextManager[Any]:
-    """For the forward and the backward of a model on tensors without values. Nothing changes without lists of experts."""
+    """The context for the forward and backward of a model on fake tensors. A no-op for models without lists of experts."""
     lists = [list(model.get_submodule(name).children()) for name in expert_lists(model)]
     sizes = {sum(any(True for _ in module.parameters()) for module in modules) for modules in lists}
     return EvenRoutes(sizes) if sizes else nullcontext()
 
 
 class EvenRoutes(TorchFunctionMode):
-    """sizes: numbers of experts, by which scores are known."""
+    """sizes: numbers of experts; a float tensor whose last dimension has such a size is taken for scores."""
 
     def __init__(self, sizes: set[int]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _even(chosen: Tensor, num: int) -> Tensor:
 
 
 def _index(index: Any) -> Any:
-    """An index whose masks and numbers are tensors with values, without these: their shapes are those of the result."""
+    """The index with real masks and scalars replaced by positions and numbers, because the shape of the result depends on them."""
     if not isinstance(index, tuple):
         index = (index,)
     return tuple(each for part in index for each in _parts(part))

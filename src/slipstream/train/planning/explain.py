@@ -93,7 +93,7 @@ def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: i
 
 
 def _comms(plan: Plan, world: int, differs: Differs) -> Comms:
-    """Transports of a family in a world of so many ranks, for their sizes: nothing is sent."""
+    """Transports of a family in a world of `world` ranks, only for their sizes: they send nothing."""
     parts_of_whole, is_apart = math.prod(split.size for split in differs), plan.local_steps.every > 0
     both = world // parts_of_whole
     block = plan.zero.shard_size or (plan.mesh.sp * plan.mesh.tp if is_apart else world)
@@ -102,7 +102,7 @@ def _comms(plan: Plan, world: int, differs: Differs) -> Comms:
     def comm(name: str, size: int) -> LocalComm:
         return LocalComm(Axis(name, None, tuple(range(size)), 0, size), predict.META)
 
-    away, together = (both // shards, 1) if is_apart else (1, both // shards)  # copies that are reduced in a step
+    away, together = (both // shards, 1) if is_apart else (1, both // shards)  # copies that a step reduces
     dp, copies, data = comm("dp", shards), comm("dp_replicate", together), comm("both", both)
     parts = tuple(comm(split.axis, split.size).axis for split in differs)
     family = Family(differs, parts, data.axis, copies.axis, dp.axis, comm("apart", away).axis)
@@ -162,7 +162,7 @@ class Forecast:
 
     @property
     def flow(self) -> Flow:
-        """Of one step; of a dense one, if the optimizer exchanges signs in others."""
+        """Traffic of one step; of a dense step, if the optimizer exchanges signs in other steps."""
         return self.flow_of(Round.DENSE)
 
     def flow_of(self, kind: Round) -> Flow:
@@ -170,7 +170,7 @@ class Forecast:
 
     @property
     def later(self) -> dict[Round, Flow]:
-        """Of the other kinds of steps that the optimizer takes."""
+        """Traffic of the other kinds of steps that the optimizer takes."""
         rounds = self.setting.rounds
         kinds = () if rounds is None else (Round.SIGNS, Round.LOCAL) if rounds.longest > 1 else (Round.SIGNS,)
         return {kind: self.flow_of(kind) for kind in kinds}
@@ -186,7 +186,7 @@ class Forecast:
 
 
 def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
-    """The forecast of an engine; with a batch (the model's arguments), including its peak."""
+    """The forecast of an engine. Given a batch (the model's arguments), it includes the peak."""
     plan, data, steps = states.plan, states.comms.data, states.steps
     on_host, shared = states.device.type == "cpu", data.size == 1 or isinstance(data, SharedComm)
     replicas = states.mesh.num_apart
@@ -200,7 +200,6 @@ def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
 
 
 def part_of(unit: Unit) -> PredictedPart:
-    """The sizes of a unit."""
     block = "" if unit.block is None else unit.name.partition(" (")[0]
     return _part(unit.name, block, unit.trainable, unit, unit.span[1] - unit.span[0], kind_of(unit.model_params[0]))
 
@@ -278,7 +277,7 @@ def seconds(value: float) -> str:
 
 
 def traffic_text(forecast: Forecast) -> str:
-    """What a rank sends, in one line; "" if nothing."""
+    """The bytes that a rank sends, in one line; "" if none."""
     sent = forecast.flow.wire
     text = [f"each rank sends {size(sent)} per step"] if sent else []
     text += [f"{size(later.wire)} per {_KINDS[kind]}" for kind, later in forecast.later.items() if sent]

@@ -1,7 +1,7 @@
 """Predict a configuration's needs before it runs: peak memory, traffic per step, step time and its bottleneck.
 
-Bytes are per rank. `explain.py` provides the parts (of an engine, or of a model on meta), `count` allocates their states without
-memory by the code that allocates an engine's, and `train/planning/dry_run.py` measures a micro-batch's activations and compute.
+Bytes are per rank. `explain.py` provides the parts (of an engine, or of a model on meta). `count` allocates their states without
+memory, with the code that allocates an engine's. `train/planning/dry_run.py` measures a micro-batch's activations and compute.
 
 part     a unit (zero/unit.py): parameters that are gathered together
 stored   a part's states in stores without memory, and the chunks in which the optimizer updates them
@@ -57,8 +57,8 @@ class PredictedPart:
     trainable: bool
     numel: int
     span: int  # this rank's share
-    ranks: int  # that share one copy of the states
-    copies: int  # of the states (MiCS)
+    ranks: int  # number of ranks that share one copy of the states
+    copies: int  # number of copies of the states (MiCS)
     dtypes: Dtypes
     differs: Differs  # its family
     kind: str = ""  # of zero.leaves.keep_apart: optimizers that exchange signs reduce its gradients as they are
@@ -78,7 +78,7 @@ class PredictedPart:
         return numel_on_wire(self.numel, self.dtypes, self.ranks) * self.dtypes.wire.itemsize
 
     def sent_nbytes(self, numel: int) -> int:
-        """Bytes on the wire of so many gradients; of rows: if all of them have values."""
+        """Bytes sent for `numel` gradients; rows (sparse embeddings) count as if all had values."""
         bits, dtype = self.dtypes.wire_bits, self.dtypes.row_dtype if self.dtypes.row else self.dtypes.wire
         return numel * dtype.itemsize if bits is None else wire_codes.nbytes(numel, bits)
 
@@ -93,8 +93,8 @@ class Setting:
     shared: bool  # shared memory between ranks: nothing is sent, and sharded weights are one mapping
     num_moments: int
     streams: bool  # the optimizer has a native kernel, which works on chunks
-    replicas: int = 1  # that step on their own (train/local_steps.py)
-    rounds: Rounds | None = None  # of an optimizer that exchanges signs
+    replicas: int = 1  # number of replicas that step on their own (train/local_steps.py)
+    rounds: Rounds | None = None  # set if the optimizer exchanges signs
 
     @property
     def host(self) -> Tier:
@@ -108,17 +108,17 @@ class Setting:
         return part.ranks > 1 and not self.shared
 
     def num_groups(self, part: PredictedPart) -> int:
-        """Groups of the ranks that share a part's states (ZeRO++)."""
+        """The number of groups of ranks that each hold a part's states (ZeRO++)."""
         size = self.plan.zero.group_size or part.ranks
         return part.ranks // size if self.sends(part) and part.ranks % size == 0 else 1
 
     def gathered_nbytes(self, part: PredictedPart, numel: int) -> int:
-        """Bytes of so many weights as they are gathered."""
+        """Bytes of `numel` weights in the form in which they are gathered."""
         bits = part.dtypes.gathered_bits
         return numel * part.dtypes.weights.itemsize if bits is None else wire_codes.nbytes(numel, bits)
 
     def kept_nbytes(self, part: PredictedPart) -> int:
-        """Bytes of the weights of other groups that a rank keeps (hpZ)."""
+        """Bytes of other groups' weights that a rank keeps (hpZ)."""
         groups = self.num_groups(part)
         return self.gathered_nbytes(part, part.numel * groups // part.ranks) if groups > 1 and self.recipe.placement.weights else 0
 
@@ -145,11 +145,11 @@ class Profile(NamedTuple):
     moments: tuple[Moment, ...]  # in time order
     forward: ComputeWork
     backward: ComputeWork
-    dtype: str  # torch's name of the dtype of most matrix products; its speed differs between processors by up to 100 times
+    dtype: str  # of most matrix products, by torch's name; relative speeds differ by 100 times between processors
 
 
 def stated(parts: Sequence[PredictedPart], activations: int) -> Profile:
-    """The profile of a model that cannot be dry-run, from the user's bytes of activations per micro-batch; compute is unknown."""
+    """The profile of a model without a dry run: the user states the bytes of activations per micro-batch; compute is unknown."""
     own = {part.name: part.weights_nbytes if part.trainable else 0 for part in parts}
     root = sum(own[part.name] for part in parts if not part.block)
     moments = [
@@ -206,10 +206,10 @@ class Counted(NamedTuple):
 
 
 def count(parts: Sequence[PredictedPart], setting: Setting) -> Counted:
-    """Allocate the states of the parts as an engine does, on meta and in files that are not there."""
+    """Allocate the states of the parts as an engine does, on meta and in files that do not exist."""
     space = Space(_no_file, 1 << 62)
     homes = Homes(setting.recipe.tiers, META, Spaces(space, space), None if setting.on_host else CountingLane())
-    with META:  # the heads of states on disk
+    with META:  # the resident heads of states on disk
         return Counted(setting, [_store(part, setting, homes) for part in parts], homes)
 
 
@@ -246,7 +246,7 @@ def _on_disk(store: Store) -> int:
 
 
 def _on_host(store: Store) -> int:
-    """Bytes in the host memory of a device with memory of its own."""
+    """Bytes in host memory, if the device has a memory of its own."""
     return store.nbytes if isinstance(store, HostStore) else 0
 
 
@@ -263,7 +263,7 @@ class Line(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The moment of a step that needs most memory."""
+    """The moment of a step with the highest memory use."""
 
     lines: tuple[Line, ...]
     when: str
@@ -273,12 +273,11 @@ class Peak(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """Device and host together: the memory of a process if the device is the host."""
+        """Bytes on device and host together: the memory of a process if the device is the host."""
         return self.total(Tier.DEVICE, Tier.HOST)
 
 
 def idle_memory(counted: Counted) -> tuple[Line, ...]:
-    """The memory that is allocated all the time."""
     setting, parts, homes = counted
     totals: Counter[tuple[str, str, Tier]] = Counter()
     rings: dict[tuple[Differs, torch.dtype], int] = {}
@@ -349,7 +348,7 @@ def _stepping(counted: Counted) -> Iterator[tuple[list[Line], str]]:
     """Between the last backward and the next forward."""
     setting, trainable = counted.setting, [stored.part for stored in counted.parts if stored.part.trainable]
     place, sending = setting.recipe.placement, [part for part in trainable if setting.sends(part)]
-    if sending and not place.grads:  # all exchanges are in flight: gloo's two threads fill a part each; a third is summed
+    if sending and not place.grads:  # gloo's two threads fill a part each while a third is summed
         received = sum(sorted(part.wire_nbytes for part in sending)[-3:])
         yield [Line("buffers", "received gradients", Tier.DEVICE, received)], "settle"
     if sending and place.optim and not place.weights:
@@ -381,8 +380,6 @@ class Flow(NamedTuple):
 
 
 class Flows(NamedTuple):
-    """Traffic by phase."""
-
     forward: Flow = Flow()  # of each micro-batch
     backward: Flow = Flow()  # of each micro-batch
     again: Flow = Flow()  # of each micro-batch but the first: accumulated gradients return to be added to
@@ -396,7 +393,7 @@ class Flows(NamedTuple):
 def traffic(counted: Counted, kind: Round = Round.DENSE) -> Flows:
     """Exact bytes over each link: a part's weights move twice a micro-batch, its gradients once, its states once a step.
 
-    Rows count as if all have values. kind: of a step, if the optimizer exchanges signs.
+    Rows count as if all had values. kind: the kind of step, if the optimizer exchanges signs.
     """
     flows = [_flows(stored, counted, kind) for stored in counted.parts]
     return Flows(*(functools.reduce(Flow.plus, phase, Flow()) for phase in zip(Flows(), *flows, strict=True)))
@@ -433,7 +430,7 @@ def _flows(stored: PredictedStates, counted: Counted, kind: Round) -> Flows:
         away, on_disk = _on_host(stored.grads), _on_disk(stored.grads)
         backward = gather.plus(Flow(wire=wire, to_host=away, disk_written=on_disk))
         return Flows(gather, backward, Flow(to_device=away, disk_read=on_disk), update)
-    # replicated gradients are reduced once a step; if the optimizer is replicated, too, all ranks get the sums
+    # replicated gradients are reduced once a step; if the optimizer is replicated, too, all ranks receive the sums
     back = sent * part.dtypes.local.itemsize
     if part.dtypes.wire_bits is not None:
         back = wire_codes.nbytes(sent, 8 if setting.recipe.feedback is None else part.dtypes.wire_bits)
@@ -442,7 +439,7 @@ def _flows(stored: PredictedStates, counted: Counted, kind: Round) -> Flows:
 
 
 def _update(stored: PredictedStates, counted: Counted) -> Flow:
-    """Once a step, except for gradients that are reduced then."""
+    """Traffic once a step, except of gradients that are reduced then."""
     part, setting = stored.part, counted.setting
     place = setting.recipe.placement
     flow = Flow(wire=2 * _ring(part.span, part.copies, setting) * part.dtypes.grads.itemsize)
@@ -460,7 +457,7 @@ def _update(stored: PredictedStates, counted: Counted) -> Flow:
 
 
 def _ring(numel: int, size: int, setting: Setting) -> int:
-    """Elements that a rank sends in a ring of `size` ranks."""
+    """The number of elements that a rank sends in a ring of `size` ranks."""
     return 0 if setting.shared else numel * (size - 1) // size
 
 
@@ -500,9 +497,9 @@ class Times(NamedTuple):
 def times(counted: Counted, profile: Profile, rates: Rates) -> Times:
     """Predict the time of a step and the busy time of each resource.
 
-    Disk and host links overlap compute, and reads overlap writes; collectives do not overlap (gloo's use the CPU). If weights are
-    sharded and states stream from disk or are on the host, the update also overlaps the next forward (train/window.py:
-    Updater). If both run on the CPU, only the update's waiting time is hidden.
+    Disk and host links overlap compute, and reads overlap writes. Collectives do not overlap (gloo's use the CPU). If weights are
+    sharded and states stream from disk or are on the host, the update also overlaps the next forward (train/updater.py: Updater).
+    If both run on the CPU, only the update's waiting time is hidden.
     """
     setting, flows = counted.setting, traffic(counted)
     k = setting.plan.batch.accumulation

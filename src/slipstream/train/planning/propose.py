@@ -26,7 +26,7 @@ from slipstream.zero.placement import Tier
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # on disk
 _CHUNKS = ((1 << 19, 4), (1 << 17, 2))  # elements per chunk, number of buffers
 _BUFFERS = 4  # the default of offload_optimizer.buffer_count
-_ALIKE = 0.02  # step times that differ by less are equal: the smaller change of the config wins
+_ALIKE = 0.02  # step times closer than this are equal: the smaller change of the config wins
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -72,7 +72,7 @@ def survey(
     profile_of: Callable[[bool, int], Profile],
     budget: int,
 ) -> list[Proposal]:
-    """Try configurations; returns those above the budget, too.
+    """Try configurations; returns also those above the budget.
 
     folder      a folder on a disk for offload; None: no disk
     profile_of  (recompute, micro-batch size) -> profile of a micro-batch

@@ -54,7 +54,8 @@ def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSl
 
 
 def place_of(unit: Unit, param: nn.Parameter, shape: Shape) -> tuple[Shape, tuple[Box, ...]]:
-    """The shape of the whole of which this rank's parameter of `shape` is a part, and the boxes that it fills; (): all of it."""
+    """The shape of the whole parameter of which this rank holds a part of `shape`, and the boxes that the part fills; (): all of
+    it."""
     ranges: list[Ranges] = [((0, size),) for size in shape]
     whole = list(shape)
     for part in cuts_of(param):
@@ -66,7 +67,7 @@ def place_of(unit: Unit, param: nn.Parameter, shape: Shape) -> tuple[Shape, tupl
 
 
 class Loop(Protocol):
-    """The values of a training loop that a checkpoint holds; an engine has them."""
+    """The training loop's values that a checkpoint contains; an engine has them."""
 
     global_steps: int
     skipped_steps: int
@@ -79,9 +80,9 @@ class Loop(Protocol):
 def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dict[str, FlatSlice | Tensor]:
     """The tensors of a checkpoint with these contents. Collective."""
     states.steps.synchronize(states.units)
-    if states.recipe.coded_weights:  # as on each rank: a stage may have no unit that publishes codes, and the fence is of all
+    if states.recipe.coded_weights:  # decided alike on all ranks, because of its fence: a stage may have no such unit
         coded = [unit for unit in states.units if unit.dtypes.published_bits is not None]
-        spread_weights(states, coded)  # so that a run which loads it has the same weights as this one
+        spread_weights(states, coded)  # so that a run that loads the checkpoint has this run's weights
     tensors = weights(states, exclude_frozen=exclude_frozen or contents == "adapters")
     if contents != "adapters":
         tensors |= first_buffers(states)
@@ -109,7 +110,7 @@ def spread_weights(states: States, units: Sequence[Unit] | None = None) -> None:
 
 
 def of_all_stages(own: dict[str, T], mesh: Mesh) -> dict[str, T]:
-    """The entries of all pipeline stages; the first stage's if several have one. Collective over the stages."""
+    """The entries of all pipeline stages; if several stages have one, the first stage's. Collective over the stages."""
     merged: dict[str, T] = {}
     for of_stage in mesh.pp.gather(own):
         merged |= {name: value for name, value in of_stage.items() if name not in merged}
@@ -122,7 +123,7 @@ def outer(states: States) -> dict[str, FlatSlice | Tensor]:
 
 
 def kept(states: States) -> dict[str, Stateful]:
-    """What features keep in a checkpoint beside tensors, by name."""
+    """The states of features that a checkpoint keeps beside tensors, by name."""
     return {name: part for name, part in states.resources.items() if isinstance(part, Stateful)}
 
 
@@ -156,7 +157,7 @@ def first_buffers(states: States) -> dict[str, Tensor]:
 
 
 def pieces(states: States, exclude: Sequence[str] = ()) -> Iterator[UpdatePiece]:
-    """The pieces of parameters that this rank's optimizer may hold state for, except those that patterns exclude."""
+    """The pieces of parameters for which this rank's optimizer may hold state, without those that patterns exclude."""
     return (piece for piece in states.steps.pieces(states.units) if not is_excluded(f"model.{piece.name}", exclude))
 
 
@@ -180,7 +181,7 @@ def optimizer_scalars(states: States) -> dict[str, Any] | None:
 
 
 def all_scalars(states: States) -> dict[str, Any]:
-    """The optimizer's values that are not per element, by the parameter's name, of all ranks. Collective."""
+    """The optimizer's values that are not per element, of all ranks, by parameter name. Collective."""
     own = {piece.name: states.steps.scalars(piece) for piece in pieces(states)}
     return {name: values for scalars in states.mesh.world.gather(own) for name, values in scalars.items()}
 

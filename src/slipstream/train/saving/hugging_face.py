@@ -22,7 +22,7 @@ from slipstream.train.states import States
 
 def save_pretrained(states: States, folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool) -> None:
     """Write the masters' values; weights quantized by `slipstream.quantize` are dequantized. Collective; each rank writes the part
-    that it owns, also of slices and of pipeline stages. Raises ValueError for weights that other libraries quantized.
+    that it owns, also of slices and pipeline stages. Raises ValueError for weights that other libraries quantized.
 
     A model with PEFT adapters becomes the base with the adapters merged or, with only_trainable, a PEFT adapter folder.
     """
@@ -70,7 +70,7 @@ def _refuse_foreign(states: States, only_trainable: bool) -> None:
 
 
 def _own(states: States, dtype: torch.dtype | None, only_trainable: bool) -> dict[str, pretrained.Out]:
-    """The tensors of which this rank has something, by name. Collective."""
+    """The tensors of which this rank holds any part, by name. Collective."""
     tensors = {}
     numbers = {} if only_trainable else _numbers(states)
     buffers = {} if only_trainable else entries.first_buffers(states)
@@ -85,7 +85,7 @@ def _own(states: States, dtype: torch.dtype | None, only_trainable: bool) -> dic
 
 
 def _of_all_stages(tensors: dict[str, pretrained.Out], states: States) -> dict[str, pretrained.Out]:
-    """With those of other pipeline stages, of which this rank has nothing, in the order of the stages. Collective."""
+    """Add the tensors of other pipeline stages, of which this rank holds nothing, in the order of stages. Collective."""
     own = {name: (tuple(out.held.shape), out.dtype, dtype_of(out.held)) for name, out in tensors.items()}
     facts = entries.of_all_stages(own, states.mesh)
     none = {name: FlatSlice(torch.empty(0, dtype=kept), shape, 0) for name, (shape, _, kept) in facts.items()}
@@ -108,7 +108,7 @@ def _save_adapters(states: States, folder: str, dtype: torch.dtype | None, where
 
 
 def _numbers(states: States) -> dict[str, FlatSlice]:
-    """The dequantized weights by name: the rows that begin in this rank's bytes. Collective."""
+    """The dequantized weights by name, in the rows that begin within this rank's bytes. Collective."""
     forms = row_forms(states.model)
     weights = {key.removeprefix("model."): value for key, value in entries.weights(states).items()}
     slices = {name: value for name, value in weights.items() if name in forms and isinstance(value, FlatSlice)}

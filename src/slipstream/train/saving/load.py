@@ -1,7 +1,7 @@
 """Load a checkpoint into an engine, at any world size, stage or topology: all of it or nothing.
 
 [Note: All or nothing] The checkpoint layer checks names, shapes and files. Then the load applies the values, each with an undo
-function, and last the checkpoint layer fills the tensors. If any rank refuses anything, here or there, all ranks undo.
+function. Last, the checkpoint layer fills the tensors. If any rank refuses anything at any point, all ranks undo.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OWN_SCHEDULER = "load_lr_scheduler_states=False skips it and keeps this engine'
 
 
 class Wanted(NamedTuple):
-    """What `Engine.load_checkpoint` is to load, by its arguments."""
+    """The arguments of `Engine.load_checkpoint`."""
 
     load_module_strict: bool
     load_optimizer_states: bool
@@ -114,17 +114,17 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
 
 
 def _client_state(loaded: checkpoint.Loaded) -> Any:
-    """Rank 0's; beyond the first slice of tensor parallelism, what a rank of the slice saved."""
+    """Rank 0's client state; on further tensor-parallel ranks, the one that a rank of the same slice saved."""
     return loaded.nearest.get("client", loaded.shared.get("client"))
 
 
 def _restacked(
     states: States, metadata: checkpoint.Metadata, step: str, optional: Sequence[str], *, optimizer: bool
 ) -> tuple[checkpoint.Metadata, dict[str, list[str]]]:
-    """The metadata under this model's names, and of what it has in parts, or under an older name, the names in the checkpoint.
+    """The metadata under this model's names. Also, for names that it has in parts or under an older name, its names.
 
-    optional: patterns of what may be missing. Collective over the stages. Raises CheckpointError for parts of another parameter
-    that do not fit; optimizer states that do not are lacking.
+    optional: patterns of names that may be missing. Collective over the stages. Raises CheckpointError if a parameter's parts do
+    not fit; optimizer states that do not fit count as lacking.
     """
     own = {name: tuple(tensor.shape) for name, tensor in (entries.weights(states) | entries.averages(states)).items()}
     wanted = {name: shape for of_stage in states.mesh.pp.gather(own) for name, shape in of_stage.items()}
@@ -140,7 +140,7 @@ def _restacked(
 
 
 def _join_scalars(shared: dict[str, Any], parts: Mapping[str, Sequence[str]]) -> None:
-    """Give a stack the optimizer's counts of its parts."""
+    """Give a stack the optimizer's step counts of its parts."""
     saved = (shared.get("optimizer") or {}).get("params", {})
     for name, of_parts in parts.items():
         found = [saved[part[6:]] for part in of_parts if part[6:] in saved] if name.startswith("model.") else []
@@ -163,7 +163,7 @@ def _latest_tag(states: States, directory: str) -> str | None:
 
 
 class _Request(NamedTuple):
-    """What a load fills, and how names of model and checkpoint differ."""
+    """The tensors that a load fills, and how the names of model and checkpoint differ."""
 
     tensors: dict[str, FlatSlice | Tensor]
     missing: list[str]  # parameters and buffers that the checkpoint does not hold
@@ -222,7 +222,7 @@ def _check_shapes(step: str, metadata: checkpoint.Metadata, tensors: Mapping[str
 
 
 def _restart_averages(states: States, metadata: checkpoint.Metadata, loaded: AbstractSet[str], exclude: Sequence[str]) -> None:
-    """Restart local steps and averages that were not loaded from the loaded weights: the old averages are of other weights."""
+    """Restart local steps and averages that were not loaded from the loaded weights, because they belong to other weights."""
     if states.outer is not None:
         states.outer.restart(loaded)
     average = states.average
@@ -252,8 +252,7 @@ def _take_values(
     scheduler: bool,
 ) -> None:
     """Apply the values that are not tensors of the model or optimizer; append functions that restore the current ones to `undo`.
-
-    num_saved: the ranks of the run that saved the checkpoint. lacking: the optimizer states that it does not hold; None: the
+    num_saved: the number of ranks that saved the checkpoint. lacking: the optimizer states that it does not hold; None: the
     optimizer is not loaded.
     """
     shared = loaded.shared
@@ -299,7 +298,7 @@ def _take_values(
 
 
 def _take_kept(states: States, kept: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:
-    """Apply what features keep over a resumption (`entries.kept`)."""
+    """Apply the states of features (`entries.kept`)."""
     for name, part in ((name, part) for name, part in entries.kept(states).items() if name in kept):
         _check_like(kept[name], part.state_dict(), name)
         undo.append(_restoring(part))
@@ -324,8 +323,8 @@ def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> Non
 
 
 def _common(one: Any, other: Any) -> Any:
-    """The part of one schedule state that the other has, too. The keys differ between versions of torch, and histories grow: the
-    schedule's own `load_state_dict` checks the remainder."""
+    """The part of one schedule state that the other has, too. Keys differ between versions of torch, and histories grow; the
+    schedule's own `load_state_dict` checks the rest."""
     if isinstance(one, dict) and isinstance(other, dict):
         return {key: _common(value, other[key]) for key, value in one.items() if key in other}
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -334,9 +333,9 @@ def _common(one: Any, other: Any) -> Any:
 
 
 def _take_position(mesh: Mesh, loop: entries.Loop, loaded: checkpoint.Loaded, ranks: str, undo: list[Callable[[], None]]) -> None:
-    """Restore the data position. One that does not fit is skipped, so that a run can continue on other data.
+    """Restore the data position. If it does not fit, it is skipped, so that a run can continue on other data.
 
-    ranks: how the numbers of ranks that saved and that load differ; empty if they do not.
+    ranks: text of how the numbers of saving and loading ranks differ; "" if they do not
     """
     loader = loop.training_dataloader
     if not hasattr(loader, "load_state_dict"):
@@ -359,7 +358,7 @@ def _take_position(mesh: Mesh, loop: entries.Loop, loaded: checkpoint.Loaded, ra
 
 
 def _restoring(part: Any) -> Callable[[], None]:
-    """A function that restores a part's current state: by its `load_state_dict`, for state kept elsewhere, and by attribute."""
+    """A function that restores a part's current state by attribute, and by `load_state_dict` for state kept elsewhere."""
     state, attributes = copy.deepcopy(part.state_dict()), dict(getattr(part, "__dict__", {}))
 
     def restore() -> None:
@@ -453,7 +452,7 @@ def _take_scalars(states: States, saved: Any, undo: list[Callable[[], None]], la
 
 
 def _groups_like(saved: list[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Without DeepSpeed's groups of experts, if the engine's optimizer has none, and each has the options of a dense group."""
+    """Drop DeepSpeed's groups of experts if the engine's optimizer has none and each has the options of a dense group."""
     if any(group.get("moe") for group in groups):
         return saved
 
@@ -465,7 +464,7 @@ def _groups_like(saved: list[dict[str, Any]], groups: Sequence[Mapping[str, Any]
 
 
 def _seed_copy(state: Mapping[str, Any], copy: int, device: torch.device) -> None:
-    """Seed all generators by a saved state and the number of the copy: equal in each load, different for each copy."""
+    """Seed all generators from a saved state and the number of the copy: reproducible, but different for each copy."""
     import numpy
 
     def seed_of(generator: Tensor, name: str = "") -> int:

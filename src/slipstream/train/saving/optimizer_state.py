@@ -74,14 +74,14 @@ def _write(unit: Unit, i: int, states: Mapping[str, Tensor | Section], values: M
 
 
 def _params(states: States) -> Iterator[tuple[Unit, int]]:
-    """The optimizer's parameters on this rank, without frozen ones, which have no state."""
+    """The optimizer's parameters on this rank. Frozen ones have no state and are skipped."""
     known = {id(param): (unit, i) for unit in states.units if unit.grads is not None for i, param in enumerate(unit.params)}
     params = (param for group in states.steps.inner.param_groups for param in group["params"])
     yield from (known[id(param)] for param in params if id(param) in known)
 
 
 def _names(states: States) -> list[list[str]]:
-    """The names of each group's parameters in torch's order; those of several pipeline stages in the model's. Collective."""
+    """The names of each group's parameters in torch's order, over all pipeline stages in the model's order. Collective."""
     known = {id(param): name for unit in states.units for param, name in zip(unit.model_params, unit.names, strict=True)}
     own = [[known.get(id(param), "") for param in group["params"]] for group in states.steps.inner.param_groups]
     if states.mesh.pp.size == 1:
@@ -91,7 +91,7 @@ def _names(states: States) -> list[list[str]]:
         numbers = [len(groups) for groups in by_stage]
         raise ValueError(f"optimizer.state_dict(): the pipeline stages have {numbers} parameter groups; give all stages the same")
     module: Any = states.model
-    position = getattr(module, "position", lambda name: 0)  # stages of the user's own: one after the other
+    position = getattr(module, "position", lambda name: 0)  # for stages that the user built: in the order of stages
     merged = (dict.fromkeys(itertools.chain.from_iterable(of_stages)) for of_stages in zip(*by_stage, strict=True))
     return [sorted(names, key=position) for names in merged]
 
@@ -127,8 +127,8 @@ def _as_in_torch(name: str, value: Any) -> Any:
 
 
 def load(states: States, saved: Mapping[str, Any]) -> None:
-    """Load a state_dict of `gather` on any layout, or of a plain model. Collective; same on all ranks. Raises ValueError on all
-    ranks, with nothing changed."""
+    """Load a state_dict made by `gather` on any layout, or by a plain model. Collective; the same on all ranks. Raises ValueError
+    on all ranks, with nothing changed."""
     steps, groups, names = states.steps, states.steps.inner.param_groups, _names(states)
     present, loaded = list(map(len, names)), [len(group["params"]) for group in saved["param_groups"]]
     if present != loaded:
@@ -147,7 +147,7 @@ def load(states: States, saved: Mapping[str, Any]) -> None:
 
 
 def _misfit(steps: ShardedSteps, values: Mapping[str, Any], unit: Unit, i: int) -> str:
-    """Why the states cannot be those of parameter i; "" if they fit."""
+    """Why the states do not fit parameter i; "" if they do."""
     name, shape = unit.names[i], whole_shape(unit.params[i], unit.layout.slots[i].shape)
     for state, value in values.items():
         if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != shape:

@@ -1,7 +1,7 @@
 """The contents of PEFT adapter folders for an engine's model, which `PeftModel.from_pretrained` loads.
 
-PEFT itself determines an adapter's parameters and their names in the folder, from stand-ins on meta. The values are written from
-the masters. (train/handover.py merges adapters into their base.)
+PEFT itself determines an adapter's parameters and their names in the folder, on stand-ins on meta. The values are written from the
+masters. (train/handover.py merges adapters into their base.)
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class PeftAdapter(NamedTuple):
     """The contents of one adapter's folder."""
 
     name: str
-    tensors: dict[str, str]  # name in PEFT's folder -> name in the model; "": of a value that is no parameter
+    tensors: dict[str, str]  # name in PEFT's folder -> name in the model; "" if the value is no parameter
     config: str  # the text of adapter_config.json
 
 
 def of(states: States, buffers: Mapping[str, Any]) -> list[PeftAdapter]:
-    """All adapters of the model, with the tensors of this pipeline stage. Collective; all ranks raise the ValueError of one whose
-    folders would lack trained parameters or hold other values."""
+    """All adapters of the model, with the tensors of this pipeline stage. Collective; all ranks raise ValueError if a folder would
+    lack trained parameters or hold other values."""
     module: Any = states.model
     shapes = {
         id(whole): slot.shape for unit in states.units for whole, slot in zip(unit.model_params, unit.layout.slots, strict=True)
@@ -77,7 +77,7 @@ def _refusal(states: States, adapters: Sequence[PeftAdapter]) -> str:
 
 @contextmanager
 def _shown(model: nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Replace parameters by stand-ins meanwhile: PEFT reads some modules' `state_dict`, and sharded values cannot be read."""
+    """Temporarily replace parameters by stand-ins: PEFT reads some modules' `state_dict`, and sharded values cannot be read."""
     modules = list(model.named_modules())
     held = [(module._parameters, name, param, path) for path, module in modules for name, param in module._parameters.items()]
     try:
@@ -107,7 +107,7 @@ def _config(module: Any, config: Any) -> str:
     config = copy.deepcopy(config)
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
-    base_class = getattr(base, "base_class", type(base))  # of a pipeline: the whole model's
+    base_class = getattr(base, "base_class", type(base))  # of a pipeline stage: the class of the whole model
     kind = {"base_model_class": base_class.__name__, "parent_library": base_class.__module__}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder, auto_mapping_dict=None if config.task_type else kind)

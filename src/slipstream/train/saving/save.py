@@ -80,7 +80,7 @@ class Saves:
                 aliases=entries.aliases(states.model),
             )
             per_rank.update(random=entries.random_state(states.device), data=None if is_common else position)
-            if self.mesh.tp.index and client:  # all others get rank 0's
+            if self.mesh.tp.index and client:  # the others get rank 0's
                 per_rank.update(client=client)
 
         Ranks(world.group).gather(failed, collect)
@@ -104,7 +104,7 @@ class Saves:
 
     @contextmanager
     def complete(self, directory: str, tag: str | None) -> Iterator[tuple[str, str | None]]:
-        """The directory and the tag to load from, where the checkpoint is whole on each host. Collective."""
+        """The directory and tag to load from, once the checkpoint is complete on each host. Collective."""
         if self.hosts is None or directory == self.auto.memory:
             yield directory, tag
             return
@@ -138,7 +138,7 @@ class Saves:
         self.staging.prepare(nbytes // self.mesh.batch.size if replicated else nbytes)
 
     def close(self) -> None:
-        """Free the host memory, and give the signals back."""
+        """Free the host memory and restore the signal handlers."""
         self.auto.close()
         self.staging.close()
 
@@ -177,7 +177,7 @@ def agree(world: Axis, step: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _own_directories(mesh: Mesh) -> Hosts | None:
-    """The hosts, each with a directory of its own; None: there is one. Raises ValueError where that cannot be. Collective."""
+    """The hosts, if each has its own directory; None for one host. Raises ValueError if that is impossible. Collective."""
     hosts, why = hosts_of(mesh.world, in_memory=False)
     if why:
         raise ValueError(f"checkpoint.use_node_local_storage: {why}; or set it to false, and save to a directory that all share")
