@@ -21,7 +21,7 @@ from slipstream.zero.shown import check_writes, refuse_writes
 from slipstream.zero.storage.store import MemoryStore, fill_zero, round_up
 from slipstream.zero.unit import State, Unit
 
-# Every live unit of the process, in the same order on all ranks (that of registration): a parameter does not know its unit
+# Every live unit of the process, in order of registration, which is the same on all ranks: a parameter does not know its unit
 _living: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
 
 
@@ -31,7 +31,6 @@ def register(units: Iterable[Unit]) -> None:
 
 
 def forget(units: Iterable[Unit]) -> None:
-    """Remove the units from `units_of`."""
     for unit in units:
         _living.pop(unit, None)
 
@@ -54,19 +53,19 @@ def full_values(unit: Unit) -> Tensor:
 
 
 class Joint(NamedTuple):
-    """How one dimension of a whole is cut over an axis."""
+    """How one dimension of a whole parameter is cut over an axis."""
 
     part: Part
     axis: Axis
     ranges: Sequence[Ranges]  # of each rank of the axis
 
     def join(self, value: Tensor) -> Tensor:
-        """The whole of which each rank of the axis has the part `value`. Collective over the axis."""
+        """Join the parts: the whole of which each rank of the axis has `value`. Collective over the axis."""
         own = value.detach().movedim(self.part.dim, 0).contiguous()
         lengths = [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
         padded = torch.cat([own, own.new_zeros(max(lengths) - len(own), *own.shape[1:])])
         if padded.is_cuda and "nccl" not in dist.get_backend(self.axis.group):
-            padded = padded.cpu()  # gloo gathers no memory of a GPU
+            padded = padded.cpu()  # gloo cannot gather GPU memory
         pieces = [torch.empty_like(padded) for _ in lengths]
         if padded.numel():
             dist.all_gather([piece.view(torch.uint8) for piece in pieces], padded.view(torch.uint8), group=self.axis.group)
@@ -84,7 +83,7 @@ class Joint(NamedTuple):
 
 
 def joints(unit: Unit, i: int, parts: Iterable[Part]) -> tuple[Joint, ...]:
-    """How these parts of parameter i cut it. Collective over the ranks that have them."""
+    """How parameter i is cut into these parts. Collective over the ranks that have them."""
     axes = ((part, unit.comms.family.parts_of(part.split)) for part in parts)
     return tuple(Joint(part, axis, axis.gather(part.ranges_of(axis.index))) for part, axis in axes)
 
@@ -97,12 +96,12 @@ def joined(value: Tensor, cuts: Iterable[Joint]) -> Tensor:
 
 
 def whole_of(value: Tensor, unit: Unit, i: int) -> Tensor:
-    """The whole of which `value` is this rank's part, as of parameter i. Collective over the ranks that have the parts."""
+    """The whole of which `value`, shaped like parameter i, is this rank's part. Collective over the ranks that have parts."""
     return joined(value.to(unit.homes.device), joints(unit, i, cuts_of(unit.params[i]))).to(value.device)
 
 
 def part_of_whole(whole: Tensor, unit: Unit, i: int) -> Tensor:
-    """This rank's part of a whole, as of parameter i."""
+    """This rank's part of a whole tensor that is cut like parameter i."""
     for part in cuts_of(unit.params[i]):
         whole = take(whole, part.dim, part.ranges_of(unit.comms.family.parts_of(part.split).index))
     return whole
@@ -132,7 +131,7 @@ def check_has_gradient(unit: Unit, i: int) -> None:
 
 
 def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
-    """Set parameter i's summed gradient times `alpha` to `value`, fp32. One rank, or the shards' first replica, has it all."""
+    """Set parameter i's summed gradient times `alpha` to `value`, fp32. One rank, or the first replica, stores all of it."""
     assert unit.grads is not None, "check_has_gradient comes first"
     slot = unit.layout.slots[i]
     if unit.memory.local is not None:
@@ -161,11 +160,11 @@ def show_copy(unit: Unit, indices: Iterable[int]) -> Tensor:
 def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, write: bool = True) -> Iterator[None]:
     """Point the chosen parameters at private unsharded copies, and write what was changed back to every shard at the end.
 
-    With `modifier_rank` None, all ranks must write the same values: else the end raises ValueError on all that have one of the
-    parameters, and writes nothing. Otherwise the copy of that data-parallel rank is used. If all ranks raise inside, nothing is
-    written; if only some do, the others wait for them at the end until the watch stops them. The engine's forward may run inside,
-    and uses the copies.
-    Raises ValueError for a rank that does not exist, and an error if the engine's disk has failed, or if masters are away and
+    With `modifier_rank` None, all ranks must write the same values: else the end raises ValueError on all ranks that have one of
+    the parameters, and writes nothing. Otherwise the copy of that data-parallel rank is used. If all ranks raise inside, nothing is
+    written. If only some raise, the others wait for them at the end until the watch stops them. The engine's forward may run
+    inside, and uses the copies.
+    Raises ValueError for a rank that does not exist, and an error if the engine's disk has failed, or if masters are asleep and
     `write` is set.
     """
     for homes in {id(unit.homes): unit.homes for unit in chosen}.values():
@@ -177,7 +176,7 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
             raise ValueError(f"modifier_rank is {modifier_rank}, but the data-parallel ranks are 0..{size - 1}")
     for unit in chosen:
         unit.copy_on_read()
-    # a surgery writes these back
+    # copies of a surgery: the surgery writes them back
     shown = [(unit, i) for unit, indices in chosen.items() for i in indices if i in unit.shown.copies]
     chosen = {unit: [i for i in indices if i not in unit.shown.copies] for unit, indices in chosen.items()}
     chosen = {unit: indices for unit, indices in chosen.items() if indices}
@@ -220,10 +219,10 @@ def shown_as(values: Mapping[Unit, Mapping[int, Tensor]]) -> Iterator[None]:
 
 @contextmanager
 def _keeping_for_backward() -> Iterator[None]:
-    """Make a graph that is built inside (a penalty on weights) save the copies: in its backward the parameters are sharded."""
+    """Let a graph built inside (a penalty on weights) save the copies: in its backward the parameters are sharded."""
 
     def pack(saved: Tensor) -> tuple[Tensor, int]:
-        return saved.detach(), saved._version  # detach: the parameter itself has other memory by then
+        return saved.detach(), saved._version  # detach: the parameter itself views other memory by then
 
     def unpack(packed: tuple[Tensor, int]) -> Tensor:
         tensor, version = packed
@@ -239,7 +238,7 @@ def _keeping_for_backward() -> Iterator[None]:
 
 
 def is_assigned(value: Tensor, view: Tensor) -> bool:
-    """Whether a parameter's data is other than the view that it was given, such as its transpose."""
+    """Whether a parameter's data is not the view that it was given, but for example its transpose."""
     return (value.data_ptr(), value.shape, value.stride()) != (view.data_ptr(), view.shape, view.stride())
 
 
@@ -264,14 +263,14 @@ def use_values_of(rank: int, unit: Unit, values: Tensor) -> None:
 
 
 def _equals(unit: Unit) -> Comm:
-    """The ranks whose weights are equal: replicas that train on their own differ."""
+    """The ranks with equal weights: with local steps, replicas differ."""
     return unit.comms.dp if unit.comms.family.apart.size > 1 else unit.comms.data
 
 
 def _changed(chosen: Mapping[Unit, Sequence[int]], copies: Mapping[Unit, Tensor], compares: bool) -> dict[Unit, list[int]]:
-    """Those of the chosen parameters whose values a rank has changed in its copies. Collective.
+    """The chosen parameters that some rank has changed in its copies. Collective.
 
-    compares: raise ValueError if ranks have changed a parameter differently, on all ranks that have one of the chosen.
+    compares: raise ValueError if ranks changed a parameter differently, on all ranks that have one of the chosen ones
     """
     result: dict[Unit, list[int]] = {}
     apart: list[str] = []
@@ -281,11 +280,11 @@ def _changed(chosen: Mapping[Unit, Sequence[int]], copies: Mapping[Unit, Tensor]
         rows = comm.exchange(torch.tensor(own, dtype=torch.float64)).view(comm.size, len(indices), 3)
         changed, differs = rows[:, :, 0].any(0).tolist(), (rows[:, :, 1:] != rows[0, :, 1:]).any(2).any(0).tolist()
         result[unit] = [i for i, is_changed in zip(indices, changed, strict=True) if is_changed]
-        # of sharded weights, all copies were equal; others may have differed before, by steps of each rank's own
+        # copies of sharded weights were equal on all ranks; replicated ones may have differed before, by each rank's own steps
         written = [unit.placement.weights or is_changed for is_changed in changed]
         apart += [unit.names[i] for i, is_apart in zip(indices, map(operator.and_, written, differs), strict=True) if is_apart]
     refused = bool(apart)
-    # experts of other ranks are refused where dense parameters would wait for these ranks
+    # a refusal spreads from experts' ranks to the ranks that share dense parameters with these, which would wait otherwise
     for comm in sorted({id(comm): comm for comm in map(_equals, chosen)}.values(), key=lambda comm: comm.size):
         refused = bool(comm.exchange(torch.tensor([float(refused)], dtype=torch.float64)).any())
     if refused:
@@ -298,10 +297,10 @@ def _changed(chosen: Mapping[Unit, Sequence[int]], copies: Mapping[Unit, Tensor]
 
 
 def _change(unit: Unit, i: int, copy: Tensor, sums: bool) -> tuple[float, float, float]:
-    """Whether this rank knows that parameter i has other values in `copy` (where weights are sharded, of its own span only), and,
-    with `sums`, the halves of a checksum of all of them.
+    """Whether parameter i has changed in `copy`, as far as this rank knows (its own span, if weights are sharded); with `sums`,
+    also the halves of a checksum of all values.
 
-    Each word counts by its position, an odd number, so that neither other bits of one nor an exchange of two cancel out.
+    Each word is multiplied by an odd number that depends on its position, so changed bits or swapped words do not cancel out.
     """
     slot = unit.layout.slots[i]
     inside, of_param = slot.common(unit.span if unit.placement.weights else (0, unit.layout.numel))
@@ -316,7 +315,7 @@ def _change(unit: Unit, i: int, copy: Tensor, sums: bool) -> tuple[float, float,
 
 def write_back(unit: Unit, indices: Iterable[int], values: Tensor) -> None:
     """Store the values of some parameters, which are equal on all ranks, in the shards and masters. Collective."""
-    _equals(unit).exchange(torch.zeros(1, dtype=torch.float64))  # barrier: no rank reads the old values any more
+    _equals(unit).exchange(torch.zeros(1, dtype=torch.float64))  # barrier: no rank still reads the old values
     with torch.no_grad():
         for i in indices:
             slot = unit.layout.slots[i]
@@ -334,7 +333,7 @@ def write_back(unit: Unit, indices: Iterable[int], values: Tensor) -> None:
 
 
 def refresh_masters(unit: Unit) -> None:
-    """Copy replicated weights into the masters, after writes that their versions do not show, such as to `param.data`."""
+    """Copy replicated weights into the masters, after writes that version counters do not show, such as to `param.data`."""
     if not unit.placement.weights:
         refuse_writes(unit)
         for slot in unit.layout.slots:

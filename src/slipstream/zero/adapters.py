@@ -1,8 +1,8 @@
 """Initial values of PEFT adapters that were added to a model on meta, where PEFT's own initialization has no effect.
 
-A PEFT layer lists in `adapter_layer_names` its attributes that hold adapters by name. LoRA adapters are initialized again by the
-layer's own initializer. Any other adapter is an error: some start from the base weights, and the default initializers of their
-modules would be wrong for all.
+A PEFT layer lists in `adapter_layer_names` the attributes that hold adapters by name. LoRA adapters are initialized again by the
+layer's own initializer. Any other adapter raises an error: some start from the base weights, and the default initializers of their
+modules would be wrong for all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn as nn
 
 
 class Adapter(NamedTuple):
-    """An adapter to initialize."""
+    """An adapter that needs initial values."""
 
     params: list[nn.Parameter]
     reset: Callable[[], None]
@@ -32,7 +32,7 @@ def find_adapters(model: nn.Module, fresh: Collection[int]) -> dict[str, list[Ad
                 continue
             config = configs.get(name)
             init: Any = getattr(config, "init_lora_weights", None)
-            is_plain = name not in getattr(layer, "lora_variant", {})  # of DoRA and others
+            is_plain = name not in getattr(layer, "lora_variant", {})  # set by DoRA and others
             if not (hasattr(layer, "reset_lora_parameters") and is_plain and (init is True or str(init).lower() == "gaussian")):
                 raise ValueError(
                     f"adapter {name!r} of module {path!r} ({type(layer).__name__}) was made on meta, and its initial values are "

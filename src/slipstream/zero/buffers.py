@@ -1,7 +1,7 @@
 """A model's buffers (running statistics, masks): their dtypes in an engine, and their values on several ranks.
 
-The first rank's are saved and distributed. Each rank updates its buffers from its own batches, and nothing reduces them. DDP and
-DeepSpeed keep the first rank's, too.
+The first rank's buffers are saved and distributed. Each rank updates its buffers from its own batches, and nothing reduces them.
+DDP and DeepSpeed keep the first rank's, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _is_dense(tensor: Tensor) -> bool:
 class BufferRule(NamedTuple):
     weights: torch.dtype | None = None  # dtype of the weights; None: they keep theirs
     stated: torch.dtype | None = None  # of all buffers
-    in_fp32: Sequence[str] | None = None  # patterns, with *, that are searched in names. None: as classes of transformers say
+    in_fp32: Sequence[str] | None = None  # patterns, with *, that are searched in names; None: those of transformers' classes
 
 
 BUFFERS_STAY = BufferRule()
@@ -60,13 +60,13 @@ BUFFERS_STAY = BufferRule()
 def buffer_dtypes(model: nn.Module, rule: BufferRule) -> Iterator[tuple[nn.Module, str, torch.Tensor, torch.dtype]]:
     """Yield each buffer as (module, name, buffer, its dtype in an engine).
 
-    That is `stated`, if it is not None. Otherwise persistent buffers get the dtype of the weights, as in `model.to(dtype)`, and
-    derived ones (rotary frequencies, registered with persistent=False) keep theirs. Integers and floats of 8 bits or less, which
-    are codes, keep their dtype.
+    That is `stated`, if set. Otherwise persistent buffers get the dtype of the weights, as in `model.to(dtype)`, and derived ones
+    (rotary frequencies, registered with persistent=False) keep theirs. Integers keep their dtype, and so do floats of 8 bits or
+    less, which are codes.
 
-    With weights in 16 bits, buffers of `in_fp32` are fp32. Without it and without `stated`, they are those that transformers'
-    `from_pretrained` keeps: in bf16, the biases of DeepSeek-V3's routers, which differ by less than bf16 resolves, would choose
-    other experts.
+    With 16-bit weights, the buffers of `in_fp32` are fp32. Without `in_fp32` and `stated`, the buffers that transformers'
+    `from_pretrained` keeps in fp32 are. For example, DeepSeek-V3's router biases differ by less than bf16 resolves, so bf16 would
+    choose other experts.
     """
     kept = _kept_in_fp32(model, rule)
     for path, module in model.named_modules():
@@ -85,7 +85,7 @@ def convert_buffers(model: nn.Module, rule: BufferRule) -> None:
 
 
 def _kept_in_fp32(model: nn.Module, rule: BufferRule) -> re.Pattern[str] | None:
-    """Of the names of buffers that are fp32 beside weights in 16 bits."""
+    """A pattern for the names of buffers that are fp32 beside 16-bit weights."""
     if rule.weights not in (torch.bfloat16, torch.float16):
         return None
     of_classes = rule.in_fp32 is None and rule.stated is None
@@ -98,10 +98,10 @@ def _kept_in_fp32(model: nn.Module, rule: BufferRule) -> re.Pattern[str] | None:
 
 
 def _regex(pattern: str) -> str:
-    return pattern.replace("*", ".*")  # as transformers reads it: other signs are those of a regular expression
+    return pattern.replace("*", ".*")  # like transformers: all else is a regular expression
 
 
 def _of_classes(model: nn.Module, weights: torch.dtype) -> set[tuple[str, str]]:
-    """(path of a module, pattern below it) where its class has a list of names for fp32: for both dtypes, or fp16 alone."""
+    """(path of a module, pattern below it) if its class lists names to keep in fp32, beside both 16-bit dtypes or only fp16."""
     lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if weights is torch.float16 else [])]
     return {(path, name) for path, module in model.named_modules() for each in lists for name in getattr(module, each, None) or ()}

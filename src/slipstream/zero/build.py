@@ -1,7 +1,7 @@
 """From a model to its units: group, lay out, allocate everything at once, move the parameters in.
 
 Collective: every rank calls `build_units` with the same model and plan. All layouts are made before anything is allocated, so
-that an error leaves nothing behind.
+an error leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Recipe:
     accumulates: bool  # more than one micro-batch per step, or an unknown number
     whole: bool  # the optimizer needs whole parameters, because it uses their shapes
     poison: bool  # debugging: released weights read as NaN, so they are not shared between ranks
-    align: int  # parameters and shards start on multiples of so many elements
+    align: int  # parameters and shards start on multiples of this many elements
     tiers: Tiers
     state_itemsizes: tuple[int, ...]  # of a native optimizer's per-element states
     coded_weights: bool = False  # weights are gathered, or published, in codes
-    coded_frozen: bool = False  # sharded frozen weights are stored in codes, and sent as such
+    coded_frozen: bool = False  # sharded frozen weights are stored and sent in codes
     feedback: float | None = None  # of gradients in codes: the weight of old errors in the new ones; None: no error feedback
 
 
@@ -76,10 +76,10 @@ def connect_axis(axis: Axis, device: torch.device, transport: str, watch: Watch)
 def connect(
     mesh: Mesh, device: torch.device, transport: str, watch: Watch, *, gradient_bits: int | None = None
 ) -> tuple[Comm, Comm, dict[Differs, Comms]]:
-    """Make the transports of all ranks, of those that step together, and of each family. Collective over each axis, in the same
+    """Make the transports of all ranks, of the ranks that step together, and of each family. Collective over each axis, in the same
     order on all of its ranks.
 
-    gradient_bits: communicate gradients in codes of so many bits. Groups have transports only where ranks have to send bytes.
+    gradient_bits: communicate gradients in codes of this many bits. Groups (ZeRO++) have transports unless the shards share memory.
 
     Raises ValueError as `connect_axis` does.
     """
@@ -138,7 +138,7 @@ def _publishes_codes(recipe: Recipe, comms: Comms) -> bool:
 
 
 def _bits(comms: Comms, grads: torch.dtype) -> int | None:
-    """The bits of a gradient's code, if the family's are communicated in codes. Raises ValueError for float64."""
+    """The bits of a gradient's code, or None if the family does not send codes. Raises ValueError for float64."""
     if comms.coded is not None and grads.itemsize > 4:
         raise ValueError(
             f"gradients are communicated in codes of {comms.coded.bits} bits, which hold fp32, bf16 or fp16, but a parameter's are "
@@ -315,7 +315,7 @@ def build_block(
 
 
 def disk_needs(plans: Sequence[UnitPlan], recipe: Recipe, to_keep: int, *, on_host: bool) -> Needs:
-    """Bytes of this rank's files for these units. to_keep: weight elements that stay in memory."""
+    """Bytes of this rank's files for these units. to_keep: number of weight elements that stay in memory."""
     tiers, place = recipe.tiers, recipe.placement
     grads_tier = tiers.grads(on_host=on_host)
     weights = optim = 0
@@ -364,15 +364,15 @@ def uses_ring(recipe: Recipe, dtypes: Dtypes) -> bool:
 
 
 def numel_on_wire(numel: int, dtypes: Dtypes, ranks: int) -> int:
-    """Elements of a buffer that carries the gradients of a unit of `numel` elements between so many ranks."""
+    """Elements of a buffer that carries the gradients of a unit of `numel` elements between `ranks` ranks."""
     if dtypes.row:
-        itemsize = max(dtypes.row_dtype.itemsize, dtypes.local.itemsize)  # of the sums that replicated gradients get back
+        itemsize = max(dtypes.row_dtype.itemsize, dtypes.local.itemsize)  # replicated gradients get the sums back through it
         return rows.wire_nbytes(numel, dtypes.row, itemsize, ranks)
     return wire_numel(numel, dtypes.wire_bits)
 
 
 def longest_on_wire(parts: Iterable[tuple[Comms, Layout, Dtypes]], recipe: Recipe) -> dict[RingKey, int]:
-    """For each transport and dtype in which gradients pass through a ring, the elements of the largest trainable unit."""
+    """For each transport and dtype whose gradients pass through a ring: the number of elements of the largest trainable unit."""
     longest: dict[RingKey, int] = {}
     for comms, layout, dtypes in parts:
         if uses_ring(recipe, dtypes):

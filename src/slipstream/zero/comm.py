@@ -39,7 +39,7 @@ _HEAD = 2
 _MOST_KNOWN = 1 << 16
 
 
-Cuts = Sequence[int]  # where the spans of a buffer that belong to the ranks begin, and the end of the last
+Cuts = Sequence[int]  # the start of each rank's span of a buffer, and the end of the last
 
 
 @dataclass(slots=True)
@@ -65,14 +65,14 @@ class Pending(Generic[T]):
         return self.result  # type: ignore[return-value]
 
     def then(self, use: Callable[[T], U]) -> Pending[U]:
-        """The operation with a function of its result."""
+        """The operation followed by a function of its result."""
         return Pending(lambda: use(self.wait()))
 
 
 class Comm(ABC):
     """Collectives on flat buffers over one axis. One caller per rank; the launch order is the same on all ranks.
 
-    What it does itself is for transports without shared memory, whose operations have read their buffers when they end.
+    Its concrete methods are for transports without shared memory, whose operations have read their buffers when they end.
     """
 
     exact = True  # see zero/gather.py
@@ -81,11 +81,11 @@ class Comm(ABC):
         self.axis, self.index, self.size, self.device = axis, axis.index, axis.size, device
 
     def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        """Zeroed buffers of this rank, one for each (numel, dtype). Collective."""
+        """Allocate this rank's zeroed buffers, one for each (numel, dtype). Collective."""
         return [Buffer(torch.zeros(numel, dtype=dtype, device=self.device)) for numel, dtype in requests]
 
     def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
-        """Zeroed buffers that all ranks map, or None if the transport has no shared memory. Collective."""
+        """Allocate zeroed buffers that all ranks map; None if the transport has no shared memory. Collective."""
         return None
 
     @abstractmethod
@@ -97,20 +97,20 @@ class Comm(ABC):
 
     @abstractmethod
     def swap(self, buffer: Buffer, cuts: Cuts, use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
-        """Call `use` with what each rank's buffer has in this rank's span, in rank order; return its result.
+        """Call `use` with this rank's span of every rank's buffer, in rank order; return its result.
 
-        The tensors are valid inside of `use` only. The buffer may be written again once `reusable(buffer)` has returned.
+        The tensors are valid only inside `use`. The buffer may be written again once `reusable(buffer)` has returned.
         """
 
     def swap_some(
         self, buffer: Buffer, cuts: Cuts, lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
     ) -> Pending[T]:
-        """As `swap`, of the first `lengths[i]` elements of each span i; `use` may get more than those."""
+        """Like `swap` for the first `lengths[i]` elements of each span i; `use` may get more than those."""
         return self.swap(buffer, cuts, use, operation)
 
     @abstractmethod
     def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
-        """Call `use` with the first elements of each rank's own span, `length` of this rank's; it may get more than those."""
+        """Call `use` with the first elements of each rank's own span, `length` on this rank; it may get more than those."""
 
     def reusable(self, buffer: Buffer) -> None:  # noqa: B027
         """Wait until every rank has read this rank's last content of `buffer`."""
@@ -124,9 +124,9 @@ class Comm(ABC):
         """Fill `full` from every rank's `shard`. Both may be any memory."""
 
     def gather_rows(self, full: Tensor, own: Buffer, rows: Sequence[Sequence[int]]) -> Pending[None]:
-        """Fill `full` from every rank's `own`, which has the rank's span of each row, one after another.
+        """Fill `full` from every rank's `own`, which holds the rank's span of each row, one after another.
 
-        rows: for each row, the bounds in `full` of the ranks' spans. `own` may be written again once `reusable(own)` has returned.
+        rows: for each row, the bounds of the ranks' spans in `full`. `own` may be written again once `reusable(own)` has returned.
         """
         moving, at = [], 0
         for row in rows:
@@ -141,13 +141,13 @@ class Comm(ABC):
         return Pending(finish)
 
     def changed(self) -> None:  # noqa: B027
-        """Weights that are gathered have new values: nothing is kept here."""
+        """Called when gathered weights have new values. A transport keeps none of them."""
 
     def publish(self, common: Buffer) -> None:  # noqa: B027
         """Announce that this rank has rewritten its span of a common buffer."""
 
     def await_published(self, common: Buffer) -> None:  # noqa: B027
-        """Wait until every rank has published `common` as often as this one has."""
+        """Wait until every rank has published `common` as often as this rank."""
 
     @abstractmethod
     def exchange(self, values: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class Comm(ABC):
 
 
 def reduce_into(out: Tensor, sources: Sequence[Tensor], alpha: float, accumulate: bool) -> Partial:
-    """Sum `sources` in rank order in fp32 (fp64 for fp64), round once, and return the sum of squares. All reductions use it."""
+    """Sum `sources` in rank order in fp32 (fp64 for fp64) and round once; returns the sum of squares. All reductions use this."""
     if out.numel() == 0:
         return Partial(0.0, True)
     wide = torch.promote_types(torch.promote_types(sources[0].dtype, out.dtype), torch.float32)
@@ -215,14 +215,14 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class ProcessGroupComm(Comm):
-    """torch.distributed. On gloo, reduce-scatter is an all-to-all and our own sum, because gloo's is an all-reduce inside:
-    it sends twice the bytes and adds in another order. On NCCL it is NCCL's.
+    """torch.distributed. On gloo, reduce-scatter is an all-to-all and a local sum, because gloo's is an all-reduce inside: it sends
+    twice the bytes and adds in another order. On NCCL it is NCCL's.
 
     [Note: Ranks that lose each other] gloo matches any two all-gathers: silently if their sizes agree, else the process ends.
-    So an operation is launched directly only if it followed the same operations before. Any other is first compared across
-    ranks, by an all-reduce, which this class uses for nothing else. A rank that diverges therefore waits in a comparison that
-    the other ranks have not entered: a standstill, which the watch detects. Of operations whose sizes may differ between ranks
-    (all-to-all), callers say before what all ranks have in common (`agree`).
+    So an operation is launched directly only if it has followed the same operations before. Otherwise it is first compared across
+    ranks, by an all-reduce, which this class uses for nothing else. A rank that diverges then waits in a comparison that the other
+    ranks have not entered: a standstill, which the watch detects. Before an operation whose sizes may differ between ranks
+    (all-to-all), callers state what is the same on all ranks (`agree`).
 
     [Note: gloo for another device] gloo communicates host memory. With several ranks on one GPU, tensors are copied to the host
     before an operation and back after it.
@@ -236,34 +236,34 @@ class ProcessGroupComm(Comm):
         self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, group, record=watch.record)
         self.course = 0  # checksum of all operations since the last exchange or the beginning of the step
         self.course_step = 0
-        self.known: dict[int, int] = {}  # course -> the operation that followed on all ranks
+        self.known: dict[int, int] = {}  # course -> the operation that followed it on all ranks
         self.agreed = ""  # what the operations without a size are for
         watch.ledgers.append(self.ledger)
         _allow(watch.timeout_s, group)
 
     def _launch(self, operation: str, nbytes: int, sent: int | None = None) -> int:
-        """Record an operation in the ledger, after a comparison across ranks if it is not the one that followed before the same
-        operations, since the last exchange or the beginning of the step.
+        """Record an operation in the ledger. Compare it across ranks first, unless it has already followed the same sequence of
+        operations since the last exchange or the beginning of the step.
 
-        nbytes: equal on all ranks, of the whole buffer. sent: what leaves this rank; None: the part of the other ranks
+        nbytes: of the whole buffer, equal on all ranks. sent: what leaves this rank; None: the other ranks' part
         """
         detail = f" of {nbytes:,} bytes" if nbytes else self.agreed
         if nbytes:
             self.agreed = ""
         if self.on_host:
-            # Blocks of one shape: gathers of different ones would match. (A sum may come from different stages of a pipeline.)
+            # Blocks of one shape: gathers of different units would match. (A sum may come from different stages of a pipeline.)
             self._agree(operation, detail, self.watch.unit if operation == "all-gather" else "")
         return self.ledger.launch(operation, nbytes, nbytes * (self.size - 1) // self.size if sent is None else sent, detail)
 
     def agree(self, what: str) -> None:
-        """Compare what all ranks are about to do, if it is not what followed before. Raises PeerError. Nothing on NCCL."""
+        """Compare across ranks what all are about to do, unless it has followed before. Raises PeerError. A no-op on NCCL."""
         self.agreed = f" for {what}"
         if self.on_host:
             self._agree(what)
 
     def _agree(self, operation: str, detail: str = "", unit: str = "") -> None:
         if self.course_step != self.watch.step:
-            self.course, self.course_step = 1, self.watch.step  # another one than after an exchange
+            self.course, self.course_step = 1, self.watch.step  # differs from the value after an exchange
         checksum = zlib.crc32(f"{operation}{detail} {unit}".encode())
         if self.known.get(self.course) != checksum:
             self._compare(-1, checksum, torch.empty(0), f"agreement on {operation}", detail)
@@ -316,7 +316,7 @@ class ProcessGroupComm(Comm):
         return Pending(lambda: self._finish(work, operation, number))
 
     def _outcome(self, work: Any) -> None:
-        """Raise the error of an operation that completed just as a wait for it timed out, if it failed."""
+        """Raise the error of an operation that failed at the same moment as a wait for it timed out."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -353,7 +353,7 @@ class ProcessGroupComm(Comm):
         return self._send_some(own.repeat(self.size), [length] * self.size, use, "all-gather of rows")
 
     def _send_some(self, sent: Tensor, lengths: list[int], use: Callable[[list[Tensor]], T], operation: str) -> Pending[T]:
-        """An all-to-all of parts of these lengths, after one of the lengths, for which all ranks wait."""
+        """All-to-all of parts of these lengths, after an all-to-all of the lengths, which waits for all ranks."""
         counts = torch.tensor(lengths, device="cpu" if self.on_host else self.device)
         known = torch.empty_like(counts)
         number = self._launch(f"lengths of {operation}", counts.nbytes)
@@ -386,11 +386,11 @@ class ProcessGroupComm(Comm):
         return self._landing(work, "all-to-all", number, received, out)
 
     def _all_to_all(self, out: Tensor, sent: Tensor, receive: list[int], send: list[int]) -> Any:
-        """Launch an all-to-all of so many bytes."""
+        """Launch an all-to-all; the lists are in bytes."""
         return dist.all_to_all_single(_bytes(out), _bytes(sent), receive, send, group=self.group, async_op=True)
 
     def _landing(self, work: Any, operation: str, number: int, received: Tensor, out: Tensor) -> Pending[None]:
-        """An operation that receives into `out`, or into memory on the host that is then copied there."""
+        """An operation that receives into `out`, or into host memory that is then copied to `out`."""
 
         def land(_: None) -> None:
             if received is not out:
@@ -403,7 +403,7 @@ class ProcessGroupComm(Comm):
         return tensor.to("cpu", copy=True) if self.staged else tensor
 
     def _receiver(self, tensor: Tensor) -> Tensor:
-        """The tensor to receive into: `tensor` itself, or as much memory on the host."""
+        """The tensor to receive into: `tensor` itself, or host memory of its size."""
         return torch.empty_like(tensor, device="cpu") if self.staged else tensor
 
     def exchange(self, values: Tensor) -> Tensor:
@@ -422,7 +422,7 @@ class ProcessGroupComm(Comm):
 
 
 def _allow(seconds: float, group: Any) -> None:
-    """Make torch's timeout of the group's operations longer than that of our own waits."""
+    """Make torch's timeout for the group's operations longer than our own."""
     needed = timedelta(seconds=seconds + 60)
     for device in group._device_types:
         if device.type == "cpu" and group._get_backend(device).options._timeout < needed:
@@ -430,19 +430,19 @@ def _allow(seconds: float, group: Any) -> None:
 
 
 def broadcast_from(tensor: Tensor, axis: Axis, index: int) -> None:
-    """Overwrite `tensor` with that of the rank at this place on the axis, through its process group."""
+    """Overwrite `tensor` with that of the `index`-th rank of the axis, through the axis's process group."""
     if tensor.numel():
         dist.broadcast(_bytes(tensor), src=axis.ranks[index], group=axis.group)
 
 
 def sum_over(tensor: Tensor, axis: Axis) -> None:
-    """Overwrite `tensor` with its sum over the ranks of the axis, through its process group."""
+    """Overwrite `tensor` with its sum over the ranks of the axis, through the axis's process group."""
     if axis.group is not None and tensor.numel():
         dist.all_reduce(tensor, group=axis.group)
 
 
 def first_said(value: T | None, axis: Axis) -> tuple[int, T] | None:
-    """The first rank with a `value` that is not empty (an error's text), and its value. None: all are empty. Collective."""
+    """(rank, value) of the first rank whose `value` (an error's text) is not empty; None if all are empty. Collective."""
     said = zip(axis.ranks, axis.gather(value), strict=True)
     return next(((rank, each) for rank, each in said if each), None)
 

@@ -1,7 +1,7 @@
-"""How a unit's sharded weights are gathered: the transport of its family, or a value that wraps it, chosen per unit by the plan.
+"""How a unit's sharded weights are gathered: by its family's transport, or an object around it. The plan chooses per unit.
 
 CodedGather   sends 8-bit codes (ZeRO++, qwZ)
-GroupGather   sends each weight across groups of ranks once, then within them until the weights change (ZeRO++, hpZ)
+GroupGather   sends each weight once across groups of ranks, then only within them, until the weights change (ZeRO++, hpZ)
 
 Source: Wang et al., ZeRO++ (arXiv 2306.10209).
 """
@@ -27,17 +27,17 @@ class Gather(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether the filled weights are those of the shards."""
+        """Whether the gathered weights equal those of the shards."""
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]: ...
 
     def changed(self) -> None:
-        """The shards have new values, on all ranks."""
+        """Called when the shards have new values, on all ranks."""
 
 
 @dataclass(slots=True)
 class CodedGather:
-    """Sends codes. Every rank computes with the decoded weights, its own too. A shard of codes is sent as it is."""
+    """Sends codes. Every rank computes with decoded weights, also of its own shard. A shard stored in codes is sent unchanged."""
 
     over: Gather
     exact: bool = False
@@ -61,20 +61,20 @@ class CodedGather:
 
 @dataclass(slots=True)
 class GroupGather:
-    """Of one unit: keeps on each rank the spans of the ranks with the same place in the other groups.
+    """For one unit: each rank keeps the spans of the ranks with its place in the other groups.
 
-    The first gather fetches those across groups, each from its owner. Then, and at every gather until the weights change, the
-    ranks of a group exchange what they keep: bytes cross groups once a step, however often blocks run.
+    The first gather fetches these across groups, each from its owner. From then on, until the weights change, each gather exchanges
+    the kept spans within a group only. So bytes cross groups once a step, however often blocks run.
     """
 
     group: Comm  # neighbors on dp
     across: Comm  # the ranks with this rank's place in each group
-    kept: Buffer = field(init=False)  # of `group`: the spans one after another; allocated with the unit
+    kept: Buffer = field(init=False)  # in `group`: the kept spans one after another; allocated with the unit
     held: bool = False  # whether `kept` has the current weights
     exact = True
 
     def kept_cuts(self, cuts: Cuts) -> list[int]:
-        """The bounds in `kept` of the ranks' spans."""
+        """The bounds of the ranks' spans in `kept`."""
         owners = range(self.group.index, len(cuts) - 1, self.group.size)
         return list(itertools.accumulate((cuts[i + 1] - cuts[i] for i in owners), initial=0))
 
@@ -96,7 +96,7 @@ class GroupGather:
 
 
 def kept_by(gather: Gather, cuts: Cuts, dtype: torch.dtype) -> tuple[GroupGather, int, torch.dtype]:
-    """What gathers weights with these spans and this dtype across groups, and the elements that it keeps on this rank."""
+    """The GroupGather that serves weights with these spans and this dtype, and the elements that this rank keeps."""
     if isinstance(gather, CodedGather):
         return kept_by(gather.over, wire_cuts(cuts, _BITS), torch.uint8)
     assert isinstance(gather, GroupGather), "every unit of a family with groups keeps weights"

@@ -41,7 +41,7 @@ from slipstream.zero.unit import Unit
 F = TypeVar("F", bound=Callable[..., Any])
 _compiler: Any = torch._C._dynamo.eval_frame
 _NEVER = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.SKIP)
-NUM_BUFFERS = 2  # of a ring: one is filled while the other is reduced
+NUM_BUFFERS = 2  # per ring: one is filled while the other is reduced
 
 
 class Phase(Enum):
@@ -88,9 +88,9 @@ class Slots:
 
 
 class Reducer:
-    """Launches `unit.reduce` in a fixed order per backward, each unit as soon as it and all units before it are complete.
+    """Launches `unit.reduce` in a fixed order per backward: each unit as soon as it and all units before it are complete.
 
-    alpha: the factor of the gradients that are reduced now
+    alpha: returns the current factor of reduced gradients
     """
 
     def __init__(self, units: Sequence[Unit], slots: Slots, alpha: Callable[[], float]) -> None:
@@ -106,7 +106,7 @@ class Reducer:
         """Start a backward in which gradients of `units` may land."""
         self.order = [unit for unit in reversed(units) if unit.trainable and unit.placement.grads]
         with torch._C.DisableTorchFunctionSubclass():
-            self.missing = {  # a part without elements is another rank's expert
+            self.missing = {  # a part without elements belongs to another rank's expert
                 unit.index: {i for i, param in enumerate(unit.params) if param.requires_grad and param.numel()}
                 for unit in self.order
             }
@@ -155,18 +155,18 @@ class Reducer:
 
 
 class Dropped:
-    """Blocks that some forwards do not call, the same on all ranks. Their units are not prefetched, and not reduced for nothing.
+    """Blocks that some forwards skip, the same on all ranks. Their units are not prefetched, and not reduced without gradients.
 
-    A backward leaves out the units that no forward has called since every forward had its backward: with several forwards before
-    their backwards, it is not known whose backward begins. A gradient that lands all the same is reduced before the step.
+    A backward skips the units that no forward has called since all earlier forwards had their backward. With several forwards
+    before their backwards, it is unknown which backward begins. A gradient that lands in spite of that is reduced before the step.
     """
 
     def __init__(self, units: Sequence[Unit], blocks: Sequence[nn.Module], draw: Callable[[], frozenset[nn.Module]]) -> None:
         self.draw = draw
         self.droppable = {unit.index: unit.block for unit in units if unit.block is not None and unit.block in set(blocks)}
-        self.now: frozenset[int] = frozenset()  # units that the current forward does not call
+        self.now: frozenset[int] = frozenset()  # units that the current forward skips
         self.called: set[int] = set()
-        self.open_forwards = 0  # whose backward has not ended
+        self.open_forwards = 0  # forwards whose backward has not ended
 
     def begin_forward(self, training: bool) -> None:
         blocks = self.draw() if training else frozenset[nn.Module]()
@@ -176,7 +176,7 @@ class Dropped:
             self.called |= self.droppable.keys() - self.now
 
     def reduced(self, units: Sequence[Unit]) -> list[Unit]:
-        """The units that may get gradients in the backward that begins."""
+        """The units that may get gradients in the coming backward."""
         return [unit for unit in units if unit.index not in self.droppable or unit.index in self.called]
 
     def end_backward(self, left: int = 0) -> None:
@@ -185,7 +185,7 @@ class Dropped:
             self.called.clear()
 
     def follower(self, units: Sequence[Unit], here: Unit, step: int) -> list[Unit]:
-        """The units of the next block that is called, in order of units forward (step 1) or backward (-1)."""
+        """The units of the next block that is called, in forward (step 1) or backward (-1) order."""
         at = here.index + step
         while 0 <= at < len(units) and (units[at].index in self.now or units[at].block in (None, here.block)):
             at += step
@@ -215,9 +215,9 @@ class Hooks:
         self.passes = 0  # backwards so far, of any kind
         self.keep = False  # create_graph: weights stay gathered until the step
         self.backwards = 0  # since the last step
-        self.landed: set[tuple[int, int]] | None = None  # (unit index, parameter) with a gradient since then; None: not recorded
+        self.landed: set[tuple[int, int]] | None = None  # (unit index, parameter) with a gradient; None: not recorded
         self.graph: weakref.ref[Any] | None = None  # alive as long as the last forward's graph, until its backward
-        # (phase, n, unit of the n-th gather) -> the units gathered next, last time. A wrong prefetch costs a gather, never a
+        # (phase, n, unit of the n-th gather) -> the units gathered next, the last time. A wrong prefetch costs a gather, never a
         # result. The key has n because the root is gathered first and last: by unit alone, it would prefetch the first block twice.
         self.follows: dict[tuple[Phase, int, int], tuple[Unit, ...]] = {}
         self.last: tuple[Phase, int, int] | None = None
@@ -259,7 +259,7 @@ class Hooks:
         self.frozen = frozen
 
     def _refuse_fixed(self) -> None:
-        """Raise ValueError if a quantized or complex parameter has been made to require a gradient."""
+        """Raise ValueError if a quantized or complex parameter now requires a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             trained = next((whole for whole in self.fixed if whole.requires_grad), None)
         if trained is not None:
@@ -268,7 +268,7 @@ class Hooks:
 
     def _users(self) -> dict[nn.Module, list[Unit]]:
         """Map gathering modules to units. A block gathers the units of all its parameters, shared ones included. Any other
-        module gathers those of its direct parameters, for calls that bypass the root (T5's encoder in generate)."""
+        module gathers the units of its direct parameters, for calls that bypass the root (T5's encoder in generate)."""
         units_of: dict[int, list[Unit]] = {}  # several if codes and scales of a parameter are in different units
         for unit in self.units:
             for param in unit.model_params:
@@ -286,11 +286,11 @@ class Hooks:
         return users
 
     def droppable(self, blocks: Sequence[nn.Module], draw: Callable[[], frozenset[nn.Module]]) -> None:
-        """Let forwards leave out blocks: `draw`, called as one begins, returns those that it does not call."""
+        """Let forwards skip blocks: `draw`, called when a forward begins, returns the blocks that it skips."""
         self.drops = Dropped(self.units, blocks, draw)
 
     def at_micro_batch(self, number: int) -> None:
-        """Let forwards and recomputation that follow be of this micro-batch of the step: a schedule has another order."""
+        """Assign following forwards and recomputations to this micro-batch of the step: a schedule reorders them."""
         self.backwards = number
         if self.drops is not None and self.model.training:
             self.drops.draw()
@@ -381,7 +381,7 @@ class Hooks:
                 unit.release()
 
     def _expect_backward(self, module: nn.Module, units: Sequence[Unit], inputs: Any, output: Any) -> None:
-        """Hook the gradients between which the backward of this call runs."""
+        """Hook the gradients at the start and the end of this call's backward."""
         own = [unit for unit in units if unit.block is module]
         calls: dict[int, _Call] = {}  # by graph level (zero/transforms.py)
         for level, tensor in _in_graphs(output):
@@ -430,9 +430,9 @@ class Hooks:
         self._gather(call.units)
 
     def _on_input_grad(self, call: _Call, grad: Tensor) -> None:
-        """At the end of a block's backward, complete its units: gradients that have not landed are of unused parameters.
+        """At the end of a block's backward, complete its units: gradients that have not landed are those of unused parameters.
 
-        Not those that another call needs, whose backward has begun: the hook of the output that is this call's input runs first.
+        Skip units that another call needs whose backward has begun: the hook of that call's output, this call's input, runs first.
         """
         if call.entered != self.passes or self.phase is not Phase.BACKWARD:
             return
@@ -452,7 +452,7 @@ class Hooks:
     @torch.no_grad()  # with create_graph, moving gradients is not part of the new graph
     def _take_gradient(self, unit: Unit, i: int) -> None:
         grad = raw_grad(unit.params[i])
-        if grad is not None and grad.layout is not torch.strided:  # of sparse=True: the same values
+        if grad is not None and grad.layout is not torch.strided:  # from an embedding with sparse=True
             unit.params[i].grad = grad = grad.to_dense()
         if grad is not None and unit.memory.local is not None:
             unit.add_local(i, grad)
@@ -518,7 +518,7 @@ class Hooks:
     # -- called by the step --
 
     def add(self, unit: Unit, i: int, grad: Tensor) -> None:
-        """Add a gradient that was computed outside of a backward; it is reduced with the leftovers."""
+        """Add a gradient that was computed outside a backward; it is reduced with the leftovers."""
         if self.landed is not None:
             self.landed.add((unit.index, i))
         unit.add_gradient(i, grad)
@@ -539,7 +539,7 @@ class Hooks:
         self.forget_backwards()
 
     def forget_backwards(self) -> None:
-        """Reset the record of backwards, whose gradients have been used or dropped."""
+        """Reset the record of backwards, after their gradients were used or dropped."""
         self.backwards = 0
         if self.drops is not None:
             self.drops.end_backward()
@@ -553,7 +553,7 @@ class Hooks:
 
 
 class _Call:
-    """One call of a block in a forward: the units it needs, those it owns, and in which pass backward it is, 0 for none."""
+    """One call of a block in a forward: the units that it needs and owns, and the pass in which its backward runs (0: none yet)."""
 
     __slots__ = ("entered", "own", "units")
 
@@ -568,10 +568,10 @@ _UNPICKLED = (
 
 
 def eager(function: F) -> F:
-    """Keep torch.compile out of a function: of hooks, so that a compiled block's graph contains only the block, and of exchanges.
+    """Keep torch.compile out of a function: hooks, so that a compiled block's graph contains only the block, and exchanges.
 
-    Does the same as torch.compiler.disable without its import: the mark ends the graph that calls the function; the strategy keeps
-    its frame, and every frame that it calls, from being compiled.
+    Does what torch.compiler.disable does, without its import: the mark ends the graph that calls the function; the strategy keeps
+    its frame, and all frames that it calls, from being compiled.
     """
 
     @functools.wraps(function)

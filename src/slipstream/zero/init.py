@@ -97,8 +97,6 @@ class Init:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The arguments of `load`."""
-
     path: Path | Sequence[Path]
     rename: Callable[[str], str] | None
     strict: bool

@@ -38,7 +38,7 @@ class Slot:
         return self.offset, self.offset + self.numel
 
     def common(self, span: Span) -> tuple[slice, slice]:
-        """The parameter's elements in a span: as a slice of the span, and of the flat parameter. Both may be empty."""
+        """The parameter's elements in a span, as a slice of the span and a slice of the flat parameter. Both may be empty."""
         start, stop = overlap(self.span, span)
         return slice(start - span[0], stop - span[0]), slice(start - self.offset, stop - self.offset)
 
@@ -98,7 +98,7 @@ def whole_layout(
     """Lay out every parameter inside one shard, for optimizers that use shapes; shards may differ in length.
 
     Parameters are assigned in descending size, each to the least loaded shard, ties to the lower index, so all ranks agree. wholes:
-    the shapes of which the parameters are parts; so the ranks with the parts of one have them in the same shard.
+    the whole shapes, if the parameters are parts; they decide, so that all parts of one whole are in the same shard.
     """
     sizes = [math.prod(shape) for shape in wholes or [shape for _, shape in shapes]]
     load = [0] * num_shards

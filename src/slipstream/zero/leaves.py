@@ -1,9 +1,9 @@
-"""The plain tensors of which a model's parameters consist: units lay out, shard, gather and save these leaves.
+"""The plain tensors that a model's parameters consist of: units lay out, shard, gather and save these leaves.
 
-whole  a parameter of the model. Most have one leaf, themselves
+whole  a parameter of the model. Most have one leaf: themselves
 leaf   a tensor with memory. A quantized weight of another library has several: torchao's is a wrapper around codes, scales and
        zero points (torch's `__tensor_flatten__` protocol, which any wrapper follows); bitsandbytes' is its codes, and its
-       `quant_state` holds the scales. `open_up` replaces each in place by a frozen parameter, so that gathering it fills the
+       `quant_state` holds the scales. `open_up` replaces each leaf in place by a frozen parameter, so that gathering fills the
        memory with which the library computes. Metadata (block size, type) stays with the whole, on every rank
 
 Leaves of a quantized weight are never cast, whatever the config's precision.
@@ -35,17 +35,17 @@ class Part(NamedTuple):
 
     split: Split
     dim: int
-    numel: int  # of the whole's dimension `dim`
-    ranges: Ranges | None  # [start, stop) of this rank, in the order of its memory; None: the i-th of equal consecutive ones
+    numel: int  # length of the whole's dimension `dim`
+    ranges: Ranges | None  # [start, stop) of this rank, in memory order; None: the i-th of equal consecutive ranges
 
     def ranges_of(self, index: int) -> Ranges:
-        """The ranges of the rank with the `index`-th part, which is this one if they were given."""
+        """The ranges of the `index`-th part. If ranges were given, `index` must be this rank's."""
         length = self.numel // self.split.size
         return self.ranges or ((index * length, (index + 1) * length),)
 
     @property
     def is_dealt(self) -> bool:
-        """Whether one rank has all of the whole, and the others nothing (the experts of a list)."""
+        """Whether one rank has the whole and the others nothing (the experts of a list)."""
         return self.ranges in (((0, self.numel),), ((0, 0),))
 
 
@@ -63,11 +63,11 @@ def mark_part(
 
     axis    "tp" or "ep"
     size    the number of different parts. If it is less than the axis has ranks, neighbors hold the same part, and their gradients
-            are added; so does size 1 on tp, for a parameter that is whole but sees a share of the activations on each rank
+            are added. Size 1 on tp is for a parameter that is whole but sees a share of the activations on each rank
     dim     the dimension that is split
-    whole   the length of this dimension in the whole; default: size times that of the parameter
-    ranges  this rank's [start, stop) in the whole, in the order of the parameter; default: equal consecutive ranges by index
-    slices  of the experts that ep ranks have, over tp (`world.mesh.Split`)
+    whole   the length of this dimension in the whole; default: size times the parameter's
+    ranges  this rank's [start, stop) in the whole, in the parameter's memory order; default: equal consecutive ranges by index
+    slices  number of tp slices of the experts that ep ranks have (`world.mesh.Split`)
 
     Raises ValueError if these do not fit the parameter.
     """
@@ -89,7 +89,7 @@ def mark_part(
 def mark_stack(param: nn.Parameter) -> None:
     """Mark a parameter as a stack of tensors along its first dimension (experts), which optimizers treat one by one.
 
-    The norms of LAMB and the matrices of Muon are those of each expert then, whatever rank has it.
+    LAMB's norms and Muon's matrices are then those of each expert, whichever rank has it.
     """
     setattr(param, _STACK, True)
 
@@ -99,30 +99,30 @@ def is_stack(param: Tensor) -> bool:
 
 
 def keep_apart(param: Tensor, kind: Literal["dense", "rows"]) -> None:
-    """Keep a parameter in units of a kind: gradients that are never compressed, or of which only rows other than 0 are sent."""
+    """Keep a parameter in units of a kind: its gradients are never compressed, or only their nonzero rows are sent."""
     setattr(param, _KIND, kind)
 
 
 def kind_of(param: Tensor) -> str:
-    """The kind of `keep_apart`; "" for none."""
+    """The kind that `keep_apart` set; "" for none."""
     kind: str = getattr(param, _KIND, "")
     return kind
 
 
 def forget_kinds(model: nn.Module) -> None:
-    """Undo `keep_apart`, which an earlier engine may have asked for."""
+    """Undo `keep_apart` of an earlier engine."""
     for param in model.parameters():
         vars(param).pop(_KIND, None)
 
 
 def rows_of(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of embeddings by name."""
+    """The embedding weights by name."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {f"{path}.weight".lstrip("."): module.weight for path, module in model.named_modules() if isinstance(module, kinds)}
 
 
 def mark_rows(model: nn.Module) -> list[str]:
-    """Send only the rows of embeddings' gradients that are not 0; returns the names of their weights."""
+    """Send only the nonzero rows of embeddings' gradients; returns the names of their weights."""
     weights = rows_of(model)
     for weight in weights.values():
         keep_apart(weight, "rows")
@@ -142,17 +142,17 @@ def parts_of(param: Tensor) -> tuple[Part, ...]:
 
 
 def cuts_of(param: Tensor) -> tuple[Part, ...]:
-    """Those of its marks by which ranks hold different ranges."""
+    """The parts of a parameter by which ranks hold different ranges."""
     return tuple(part for part in parts_of(param) if part.split.size > 1)
 
 
 def cuts_of_tensors(param: Tensor) -> tuple[Part, ...]:
-    """Its cuts, without that which deals tensors, those of a stack or whole ones: each of these is whole, or cut by the others."""
+    """Its cuts, except the one that distributes entire tensors (a stack's, or wholes): those tensors are cut by the others only."""
     return tuple(part for part in cuts_of(param) if not (part.is_dealt or (part.dim == 0 and is_stack(param))))
 
 
 def whole_shape(param: Tensor, own: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The shape of the whole of which a parameter is a part. own: the part's shape, while the parameter does not show it."""
+    """The shape of the whole of which a parameter is a part. own: the part's shape, if the parameter does not show it now."""
     shape = list(param.shape if own is None else own)
     for part in cuts_of(param):
         shape[part.dim] = part.numel
@@ -160,7 +160,7 @@ def whole_shape(param: Tensor, own: Sequence[int] | None = None) -> tuple[int, .
 
 
 def part_of(whole: Tensor, param: Tensor) -> Tensor:
-    """This rank's part of a whole. The marks must have ranges, as `slice_model` gives them."""
+    """This rank's part of a whole. The parts must have ranges, as `slice_model` sets them."""
     for part in cuts_of(param):
         assert part.ranges is not None, "a part without ranges"
         whole = take(whole, part.dim, part.ranges)
@@ -168,7 +168,7 @@ def part_of(whole: Tensor, param: Tensor) -> Tensor:
 
 
 def take(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """The elements of a dimension in these ranges, one range after the other."""
+    """The elements of a dimension in these ranges, in order of the ranges."""
     return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
@@ -178,21 +178,21 @@ def is_quantized(param: Tensor) -> bool:
 
 
 def differs_of(param: nn.Parameter) -> Differs:
-    """The parameter's splits, the key of its family."""
+    """The parameter's splits, which are its family's key."""
     return tuple(sorted(part.split for part in parts_of(param)))
 
 
 class Leaf(NamedTuple):
     """One tensor of one parameter."""
 
-    name: str  # the parameter's; if that has several leaves, with a suffix
+    name: str  # the parameter's name, with a suffix if it has several leaves
     tensor: nn.Parameter  # a plain tensor before `open_up`
     whole: nn.Parameter
     exact: bool  # never cast
 
 
 class _Place(NamedTuple):
-    """The attribute that holds a leaf which is not the parameter itself."""
+    """The attribute that holds a leaf, if the leaf is not the parameter itself."""
 
     suffix: str
     holder: Any

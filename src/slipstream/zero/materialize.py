@@ -1,9 +1,9 @@
-"""Initial values of a model's parameters and buffers, block by block: at most one block's values are in memory besides the states.
+"""Initial values of a model's parameters and buffers, block by block: beside the states, at most one block's values are in memory.
 
 given        a parameter that has memory: the first rank's values are used on all ranks
 recorded     a parameter on meta that was built inside `zero.Init`: its constructors are replayed (zero/recording.py), with the
              first rank's draws
-initialized  another parameter on meta: its module's `reset_parameters` and the model's `_init_weights` run, with the first
+initialized  any other parameter on meta: its module's `reset_parameters` and the model's `_init_weights` run, with the first
              rank's draws, or PEFT's initializer (zero/adapters.py)
 read         a parameter that a `Reader` knows: each rank reads its own ranges
 
@@ -44,7 +44,7 @@ class Reader(Protocol):
     def dtype(self, name: str) -> torch.dtype: ...
 
     def reads_part(self, name: str, numel: int) -> bool:
-        """Whether its elements of a parameter of `numel` are the parameter's own, where that is a part; else those of the whole."""
+        """Whether the reader indexes a parameter that is a part (of `numel` elements) by the part's elements, not the whole's."""
 
     def fetch(self, names: Sequence[str]) -> None:
         """Announce a block's parameters, in the same order on all ranks, just before their ranges are read. Collective."""
@@ -90,14 +90,14 @@ class InitialValues:
 
 
 def _runs(param: nn.Parameter, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Elements [start, stop) of a parameter as runs [begin, end) that are contiguous in the whole, with their place there."""
+    """Split elements [start, stop) of a parameter into runs that are contiguous in the whole: (begin, end, offset in the whole)."""
     shape, cuts = whole_shape(param), cuts_of(param)
     if not cuts or start == stop:
         yield start, stop, start
         return
     ranges = {part.dim: part.ranges for part in cuts if part.ranges is not None}
     assert len(ranges) == len(cuts), f"{len(cuts)} cuts of different dimensions, with ranges"
-    last = max(ranges)  # the dimension behind which the whole is contiguous
+    last = max(ranges)  # after this dimension the whole is contiguous
     outer = [ranges.get(dim, ((0, shape[dim]),)) for dim in range(last)]
     places = [[i for low, high in each for i in range(low, high)] for each in outer]  # in the whole
     inner = math.prod(shape[last + 1 :])
@@ -155,7 +155,7 @@ class FirstValues:
         return [leaf for leaf, buffer in buffers if buffer.is_meta and not self._is_read(prefix, leaf) and not is_recorded(buffer)]
 
     def begin(self, blocks: Collection[str]) -> None:
-        """Allocate all buffers. `blocks` are the modules that are initialized in a turn of their own after the root's."""
+        """Allocate all buffers. `blocks` are the modules that are initialized in turns of their own, after the root's turn."""
         self.leaves = {leaf.name: leaf for leaf in named_leaves(self.model)}
         self._turns: dict[str, list[int]] = {"": []}
         self._buffers: dict[int, list[str]] = {}
@@ -178,7 +178,7 @@ class FirstValues:
 
         Collective; the root (`""`) must come first."""
         fresh: dict[int, str] = {}
-        parts: list[tuple[Tensor, nn.Parameter]] = []  # of wholes that are initialized
+        parts: list[tuple[Tensor, nn.Parameter]] = []  # (the initialized whole, the parameter that is a part of it)
         flats: list[Tensor | None] = []
         for group, layout, _ in units:
             not_read = [slot for slot in layout.slots if not self._is_read("", slot.name)]
@@ -251,7 +251,7 @@ class FirstValues:
                 self._init(module)
 
     def finish(self) -> None:
-        """After all parameters, read the buffers that are in files."""
+        """After all parameters, read the buffers that files contain."""
         for prefix, module in self._modules:
             for leaf, buffer in module.named_buffers(recurse=False):
                 if self.reader is not None and self._is_read(prefix, leaf) and buffer.numel():
@@ -283,7 +283,7 @@ def _only(fresh: Collection[int], modules: Iterable[nn.Module]) -> Iterator[None
 
 
 def move_in(param: nn.Parameter, memory: Tensor) -> None:
-    """Set a parameter's memory, also from or to meta. It stays the same object, with its attributes."""
+    """Give a parameter other memory, also from or to meta. It stays the same object, with its attributes."""
     if param.is_meta == memory.is_meta:
         param.data = memory
         return

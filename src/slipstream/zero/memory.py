@@ -33,18 +33,18 @@ class Memory:
     full: Buffer | None = None  # replicated weights
     common: Buffer | None = None  # sharded weights in one mapping shared by the ranks
     codes: Buffer | None = None  # this rank's shard of the weights, if they are stored in codes
-    kept: Buffer | None = None  # what its gather keeps of the weights of other groups
+    kept: Buffer | None = None  # other groups' weights that the gather keeps
     local: Buffer | None = None  # unreduced gradients
     replica: Buffer | None = None  # this rank's gradient shard, if the shards are replicated
     pages: Tensor | None = None  # uint8, the memory of gathered weights, if its pages are freed on release
-    feedback: Feedback | None = None  # what the codes of gradients have lost
-    served: Feedback | None = None  # what the codes of this rank's span of the mean have lost (gradients are replicated)
-    before: Tensor | None = None  # during an update whose codes are published: this rank's span of the weights before it
+    feedback: Feedback | None = None  # quantization error of the gradients' codes
+    served: Feedback | None = None  # quantization error of this rank's span of the mean (gradients are replicated)
+    before: Tensor | None = None  # while an update is published in codes: this rank's span of the old weights
     poison: bool = False  # debugging: fill released weights with NaN instead of freeing them
 
     @property
     def unreduced(self) -> Tensor:
-        """`local`, for those that need replicated gradients, such as 1-bit optimizers."""
+        """`local`, which code for replicated gradients needs, such as 1-bit optimizers."""
         if self.local is None:
             raise RuntimeError("the gradients of a unit are sharded or frozen, so no rank has all of its own")
         return self.local.tensor
@@ -73,7 +73,7 @@ def place(unit: Unit) -> tuple[Tensor, Store, Store, Store]:
 
 
 def fill(unit: Unit, values: InitialValues) -> None:
-    """Store the initial values, a bounded piece at a time. Masters start from the unrounded values."""
+    """Store the initial values, one bounded piece at a time. Masters start from the unrounded values."""
     weights = unit.weights if unit.placement.weights else MemoryStore(unit.full)
     first, last = unit.span if unit.placement.weights else (0, unit.layout.numel)
     own = unit.optim_span
@@ -110,11 +110,11 @@ def _place_grads(unit: Unit) -> Store:
 
 
 def close(unit: Unit, *, on_disk: bool = False) -> None:
-    """Turn the parameters into ordinary ones with memory of their own; on meta with `on_disk` (some rank's weights are there).
+    """Turn the parameters into ordinary ones with memory of their own; on meta with `on_disk` (some rank's weights are on disk).
 
     The unit is unusable afterwards.
     """
-    with suppress(DiskError):  # of a read whose result is discarded
+    with suppress(DiskError):  # from a read whose result is discarded
         if not on_disk or unit.pending_gather is not None:
             unit.gather_exactly()
     unit.await_update()

@@ -167,7 +167,7 @@ def _unit(param: Any) -> Any:
 
 
 def _plain(param: Any, operation: str) -> Any:
-    """Return the parameter as a plain one inside a surgery; raises RuntimeError elsewhere."""
+    """Return the parameter as a plain one inside a surgery; raise RuntimeError elsewhere."""
     if not _unit(param).copy_on_read():
         _refuse(param, operation)
     return param

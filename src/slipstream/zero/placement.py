@@ -1,8 +1,8 @@
-"""Placement (which states are sharded) and tiers (in which memory each is stored): all that distinguishes strategies.
+"""Placement (which states are sharded) and tiers (the memory of each state): all that distinguishes the strategies.
 
-Training keeps three states per parameter: weights, gradients, optimizer state. A `Placement` says of each whether a rank has its
-shard or all of it. Over which ranks is the family's: its `shards` (world/mesh.py), which may be a part of the ranks that hold the
-same parameters (MiCS, HSDP). Optimizer states extend the sharding of the others, so shards nest.
+Training keeps three states per parameter: weights, gradients, optimizer state. A `Placement` says whether a rank has its shard or
+all of each. The family determines the ranks: its `shards` (world/mesh.py), which may be some of the ranks that hold the same
+parameters (MiCS, HSDP). Optimizer states extend the sharding of the others, so shards nest.
 `Tiers` names the memory that stores this rank's part of each state between uses.
 """
 
@@ -36,8 +36,6 @@ def stage_placement(stage: int) -> Placement:
 
 
 class Tier(Enum):
-    """A kind of memory."""
-
     DEVICE = "device"
     HOST = "host"  # the same as DEVICE if the device is the host
     DISK = "disk"
@@ -49,12 +47,12 @@ class Tiers:
 
     weights: Tier = Tier.DEVICE  # of sharded weights
     optim: Tier = Tier.DEVICE  # masters and moments
-    kept: float = 0.0  # the fraction of each unit's masters and moments that stays in memory in spite of Tier.DISK
-    weights_kept: int = 0  # the number of this rank's weights that stay in memory in spite of Tier.DISK: the first units'
+    kept: float = 0.0  # the fraction of each unit's masters and moments that stays in memory under Tier.DISK
+    weights_kept: int = 0  # the number of this rank's weights that stay in memory under Tier.DISK: the first units'
 
     def grads(self, *, on_host: bool) -> Tier:
         """The memory of reduced gradients: where the optimizer steps. They are on disk only if the weights are too and the device
-        is the host, because gradients of another device have to pass through host memory anyway."""
+        is the host, because another device's gradients have to pass through host memory anyway."""
         if self.weights is self.optim is Tier.DISK and on_host:
             return Tier.DISK
         return Tier.DEVICE if self.optim is Tier.DEVICE else Tier.HOST

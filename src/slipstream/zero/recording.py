@@ -2,12 +2,12 @@
 
 tape      the operations in program order, over views of storages; views store their geometry, so view operations are not recorded
 slice     the operations that a storage's values depend on, searched backwards until one overwrites the whole storage
-states    the random generator's state before each random operation
+states    the random generator's states before each random operation
 
 [Note: The same numbers] A random operation on meta draws nothing. `Tape.values` draws the numbers that the constructor would have
 drawn in memory under the same seed: each random operation of the tape runs once in order on scratch memory, to find the states, and
-those of a slice run again. The CPU draws, whatever the engine's device. If a reseed or a real draw between two operations has
-changed the generator's state, the replay continues from that state.
+the operations of a slice run again. The CPU draws, whatever the engine's device. If a reseed or a real draw between two operations
+has changed the generator's state, the replay continues from that state.
 
 The tape keeps each storage alive (on meta it has no memory), so that no other storage gets its key.
 """
@@ -30,11 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 _MARK = "_slipstream_tape"  # attribute of a tensor registered inside `Init`: (its tape, its version when `Init` closed)
-_SOURCE = "_slipstream_source"  # attribute of a part of a tensor on meta: the whole
+_SOURCE = "_slipstream_source"  # attribute of a part of a tensor on meta: the whole tensor
 _OVERWRITES = "fill zero copy normal uniform exponential cauchy log_normal geometric bernoulli random"
 _OVERWRITING = frozenset(f"aten::{name}_" for name in _OVERWRITES.split())
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)  # whose answers are no tensors
+_QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)  # their results are not tensors
 _FROM_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor})
 
 
@@ -64,7 +64,7 @@ class Step:
     overwrites: frozenset[int]  # storages whose old content is gone
     is_random: bool
     generator: torch.Generator | None = None  # of a random step
-    reseeded: Tensor | None = None  # the generator's state, if an operation outside the tape has changed it
+    reseeded: Tensor | None = None  # the generator's state, if an operation outside the tape changed it
     state: Tensor | None = None  # the generator's state at replay
 
 
@@ -72,7 +72,7 @@ class Step:
 class Tape:
     steps: list[Step] = field(default_factory=list)
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    empty: set[int] = field(default_factory=set)  # storages allocated without values
+    empty: set[int] = field(default_factory=set)  # storages that were allocated without values
     _writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> the steps that write to it
     _seen: dict[torch.Generator, Tensor] = field(default_factory=dict)  # each generator's state at its last random step
     _has_states: bool = False
@@ -157,7 +157,6 @@ class Tape:
         self._has_states = True
 
     def _replay(self, keys: Collection[int]) -> dict[int, torch.UntypedStorage]:
-        """Return real storages of `keys`, with values."""
         storages: dict[int, torch.UntypedStorage] = {}
         with torch.random.fork_rng(devices=[]):
             for step in self._slice(keys):
@@ -228,7 +227,7 @@ class _Record(TorchDispatchMode):
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in _QUESTIONS:  # a constructor branches on values, which a replay computes
+        if func in _QUESTIONS:  # a constructor branches on values: a replay computes them
             args = tree_map_only(Tensor, lambda tensor: self._tape.values(tensor) if tensor.is_meta else tensor, args)
         result = func(*args, **(kwargs or {}))
         self._tape.record(func, args, kwargs or {}, result)
@@ -286,13 +285,13 @@ def is_recorded(tensor: Tensor) -> bool:
 
 
 def keep_source(tensor: Tensor) -> None:
-    """Remember a tensor on meta, of which a tape may have the values, before its `data` becomes a part of it."""
+    """Remember a tensor on meta whose values may be recorded, before its `data` becomes a part of it."""
     if tensor.is_meta and not hasattr(tensor, _SOURCE):
         setattr(tensor, _SOURCE, tensor.data)
 
 
 def values_of(name: str, tensor: Tensor) -> Tensor:
-    """Return the values that constructors wrote to a recorded tensor, on the CPU; of a part, those of the whole.
+    """Return the values that constructors wrote to a recorded tensor, on the CPU; for a part, the whole's values.
 
     Raises ValueError if they cannot be replayed.
     """

@@ -1,11 +1,11 @@
-"""How the ranks of a family add a unit's gradients: values of the family's transports, chosen by the plan.
+"""How the ranks of a family add a unit's gradients. A family's transports include one of these objects, as the plan chooses.
 
 Dense        every rank sends every element in the wire's dtype: exact sums
 Coded        8-bit or 4-bit codes with one scale per 256 elements (ops/wire.py), summed in fp32 in rank order
 CodedTwice   the same within groups of ranks, then across them
 Rounded      every element in a narrower dtype, with error feedback, for sums that are added up over many rounds
 
-wire         the buffer that carries gradients, of the transport `comm`: elements, or bytes of codes
+wire         the buffer of the transport `comm` that carries gradients: elements, or bytes of codes
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slipstream.zero.gather import wire_cuts
 
 
 class Scratch:
-    """Memory for gradients before they are encoded, kept for the next unit."""
+    """Memory for gradients before they are encoded, reused by the next unit."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
@@ -54,13 +54,13 @@ class Reduction(Protocol):
         """out (+)= alpha * this rank's span of the sum over ranks. Collective; see `Comm.reduce_scatter`.
 
         values: this rank's gradients of the whole unit; they are sent through `wire`, which may be their memory. cuts: the spans'
-        bounds, in elements. feedback: what codes have lost before; updated.
+        bounds, in elements. feedback: the quantization error of earlier codes; updated.
         """
 
     def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Pending[Partial | None]:
-        """Fill the other ranks' spans of `full`. Gives this rank's new sum of squares if its span has changed. Collective.
+        """Fill the other ranks' spans of `full`. Returns this rank's new sum of squares if its span has changed. Collective.
 
-        feedback: what codes of this rank's spans have lost before; updated.
+        feedback: the quantization error of earlier codes of this rank's spans; updated.
         """
 
 
@@ -69,7 +69,7 @@ class Dense:
     """The exact sum: every rank sends every element."""
 
     comm: Comm
-    weight: float = 1.0  # of the sum: see world/mesh.py, Note: Gradients of copies over tp
+    weight: float = 1.0  # factor of the sum: see world/mesh.py, Note: Gradients of copies over tp
 
     def room(self, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
         return wire.tensor[:numel]
@@ -87,7 +87,7 @@ class Dense:
 
 @dataclass(slots=True)
 class Coded:
-    """Sums of codes. The mean that replicated gradients get back is in 8-bit codes, or with error feedback in as many bits."""
+    """Sums of codes. Replicated gradients get the mean back in 8-bit codes or, with error feedback, in `bits` bits."""
 
     comm: Comm
     weight: float
@@ -115,9 +115,9 @@ class Coded:
 
 @dataclass(slots=True)
 class CodedTwice:
-    """Sums of codes in two hops: within groups of ranks, then of the groups' sums across them (ZeRO++, qgZ: arXiv 2306.10209).
+    """Sums of codes in two hops: within groups of ranks, then of the groups' sums across groups (ZeRO++, qgZ: arXiv 2306.10209).
 
-    Across groups, a rank sends codes of one sum for its whole group. An element is rounded twice.
+    Across groups, a rank sends codes of one sum for its whole group. Each element is rounded twice.
     """
 
     comm: Comm  # neighbors on dp: a group
@@ -131,7 +131,7 @@ class CodedTwice:
         self, values: Tensor, wire: Buffer, cuts: Cuts, out: Tensor, feedback: Feedback | None, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
         size, groups, coded, lost = self.comm.size, self.across.size, wire_cuts(cuts, self.bits), wire_cuts(cuts, 8)
-        order = [i for place in range(size) for i in range(place, size * groups, size)]  # spans, by the place that adds them
+        order = [i for place in range(size) for i in range(place, size * groups, size)]  # spans, by the rank that adds
         bounds = list(itertools.accumulate((coded[i + 1] - coded[i] for i in order), initial=0))
         for i, (start, stop) in zip(order, itertools.pairwise(bounds), strict=True):
             kept = feedback and Feedback(feedback.error[lost[i] : lost[i + 1]], feedback.beta)
@@ -163,7 +163,7 @@ class CodedTwice:
 
 
 def _decode_mean(full: Tensor, codes: Tensor, cuts: Cuts, bits: int, index: int) -> Partial | None:
-    """Decode all spans; returns the sum of squares of this rank's."""
+    """Decode all spans; returns the sum of squares of this rank's span."""
     coded, own = wire_cuts(cuts, bits), None
     for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
         partial = sum_coded(full[start:stop], [codes[coded[i] : coded[i + 1]]], bits)
@@ -173,7 +173,7 @@ def _decode_mean(full: Tensor, codes: Tensor, cuts: Cuts, bits: int, index: int)
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Sums of values that are rounded to the wire's dtype; what rounding loses is added the next time."""
+    """Sums of values that are rounded to the wire's dtype. The rounding error is added to the next values."""
 
     comm: Comm
 
@@ -210,10 +210,10 @@ def _round_into(out: Tensor, values: Tensor, feedback: Feedback | None) -> None:
 
 @dataclass(slots=True)
 class ErrorFeedback:
-    """What the codes of a model's gradients have lost, over its steps."""
+    """The quantization errors of a model's gradients, over its steps."""
 
     kept: Callable[[], Iterable[Feedback]]  # of all units
-    steps: int  # until they are dropped
+    steps: int  # steps after which the errors are dropped
     count: int = 0
 
     def end_step(self) -> None:
@@ -223,7 +223,7 @@ class ErrorFeedback:
                 feedback.error.zero_()
 
     def rescale(self, factor: float) -> None:
-        """Follow the loss scale, which gradients and so errors have as a factor."""
+        """Rescale the errors with the loss scale, by which gradients, and so errors, are multiplied."""
         for feedback in self.kept():
             wire_codes.rescale(feedback.error, factor)
 

@@ -1,10 +1,10 @@
-"""The reduction of gradients of which most rows are zero: those of embeddings. Only blocks with a value other than 0 are sent.
+"""The reduction of gradients in which most rows are zero: those of embeddings. Only nonzero blocks are sent.
 
-block     elements that are sent together, at most a row: they divide the rows' length and the alignment of parameters and spans
-segment   the bytes for one rank: a count, the numbers of the blocks (int32), the blocks in the wire's dtype. A count of -1: all
-          blocks follow, without numbers, because more than `DENSE` of them have values (a head that is tied to an embedding)
+block     elements that are sent together, at most a row: its length divides that of rows and the alignment of parameters and spans
+segment   the bytes for one rank: a count, the blocks' indices (int32), the blocks in the wire's dtype. A count of -1: all blocks
+          follow, without indices, because more than `DENSE` of them are nonzero (a head that is tied to an embedding)
 
-Sums are exact: adding zeros changes nothing, so the result is that of `Dense`, in rank order, in fp32.
+Sums are exact, because adding zeros changes nothing: the result equals that of `Dense`, in rank order, in fp32.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from slipstream.zero.comm import Buffer, Comm, Cuts, Pending, reduce_into
 from slipstream.zero.reduction import Scratch
 
 DENSE = 0.75
-_LINE = 64  # segments and their parts start at multiples of so many bytes
+_LINE = 64  # segments and their parts start at multiples of this many bytes
 _SMALLEST = 16
 
 
 def block_of(shapes: Sequence[Sequence[int]], align: int) -> int:
-    """Elements of a block for parameters of these shapes; 0 if rows are too short for it."""
+    """Elements of a block for parameters of these shapes; 0 if their rows are too short."""
     block = math.gcd(align, *(math.prod(shape[1:]) for shape in shapes))
     return block if block >= _SMALLEST else 0
 
 
 def wire_nbytes(numel: int, block: int, itemsize: int, ranks: int) -> int:
-    """Bytes of the segments of a unit of `numel` elements, all of them other than 0."""
+    """Bytes of the segments of a unit of `numel` elements, if all are nonzero."""
     return numel * itemsize + numel // block * 4 + ranks * 3 * _LINE
 
 
 def _parts(numel: int, block: int, itemsize: int) -> tuple[int, int]:
-    """Where the blocks of a segment start, and where the segment ends, if it has all of them with their numbers."""
+    """Where the blocks of a segment start, and where it ends, if it holds all blocks with their indices."""
     start = _LINE + -(-(numel // block * 4) // _LINE) * _LINE
     return start, start + -(-numel * itemsize // _LINE) * _LINE
 
@@ -92,7 +92,7 @@ class Rows:
     def _pack(self, span: Tensor, segment: Tensor) -> int:
         """Write a segment; returns its length in bytes."""
         blocks = span.view(-1, self.block)
-        low, high = blocks.view(torch.int64).aminmax(dim=1)  # of bits: 10 times faster than a comparison of elements
+        low, high = blocks.view(torch.int64).aminmax(dim=1)  # on bits: 10 times faster than comparing elements
         numbers = ((low != 0) | (high != 0)).nonzero().view(-1)
         head, start = segment[:8].view(torch.int64), _LINE
         if numbers.numel() > DENSE * len(blocks):
@@ -107,7 +107,7 @@ class Rows:
         return stop
 
     def _unpack(self, segment: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The numbers of the blocks that a segment has, and the blocks."""
+        """The indices of a segment's blocks, and the blocks."""
         count, start = int(segment[:8].view(torch.int64)), _LINE
         numbers = torch.arange(numel // self.block, device=segment.device)
         if count >= 0:

@@ -1,9 +1,9 @@
 """The transport for ranks of one host: shared memory, in which gathering moves no bytes.
 
-Each rank maps its own private segment, every other rank's, and one common segment. A segment is a memfd: it has no
-name, so nothing is left behind even after kill -9, and the size of /dev/shm does not limit it.
+Each rank maps its own private segment, every other rank's, and one common segment. A segment is a memfd: it has no name, so it
+disappears even after kill -9, and the size of /dev/shm does not limit it.
 
-counters   per (channel, kind, rank) one uint32 on its own cache line in the common segment. READY counts how often a
+counters   one uint32 per (channel, kind, rank), each on its own cache line in the common segment. READY counts how often a
            rank has posted a buffer's content, DONE how often it has finished reading the others'. A reader waits for
            counters, never for a collective, so a rank that takes another branch does not delay the others.
 fences     no rank overwrites memory that others may still read: a published weight changes only after all ranks have
@@ -93,7 +93,7 @@ class SharedComm(Comm):
         super().__init__(axis, torch.device("cpu"))
         self.watch = watch
         self.pids: list[int] = axis.gather(os.getpid())
-        self.counters: list[tuple[Tensor, int]] = []  # per allocation: its counters and the address of the first
+        self.counters: list[tuple[Tensor, int]] = []  # per allocation: its counters and the address of the first counter
         self.exchange_buffers = self.allocate([(_EXCHANGE_NUMEL, torch.float64)] * 2)
         self.exchanges = 0
 
@@ -191,7 +191,7 @@ class SharedComm(Comm):
     def _used(
         self, buffer: Buffer, cuts: Cuts, spans: Sequence[int], use: Callable[[list[Tensor]], T], operation: str
     ) -> Pending[T]:
-        """Post the buffer, and use one span of each rank's once they have all posted theirs."""
+        """Post the buffer. Once all ranks have posted theirs, call `use` with one span of each rank's."""
         posted = self.post(buffer)
 
         def finish() -> T:
@@ -274,7 +274,7 @@ class SharedComm(Comm):
 
 @dataclass(slots=True)
 class SharedShard:
-    """Gathers the weights of one unit (see zero/gather.py) from the shards themselves, which all ranks map."""
+    """Gathers the weights of one unit (zero/gather.py) from the shards themselves, which all ranks map."""
 
     comm: SharedComm
     shard: Buffer = field(init=False)  # allocated with the unit

@@ -1,8 +1,8 @@
-"""What the parameters of one unit show: their class, the memory that they view, and what a read of a released one does.
+"""What the parameters of one unit show: their class, the memory that they view, and what reading a released one does.
 
-Class and memory change together (zero/parameter.py, Note: Class swap). A parameter views the unit's full weights, a placeholder
-while these are released, or a private copy: `copies` are the parameters that `gathered(...)` or a surgery has pointed elsewhere,
-and which gather and release leave alone. Only `Shown` changes the class and data of parameters in a unit.
+Class and memory change together (zero/parameter.py, Note: Class swap). A parameter views the unit's full weights, or a placeholder
+while these are released, or a private copy: `copies` are the parameters that `gathered(...)` or a surgery has pointed elsewhere;
+gather and release leave them alone. Only `Shown` changes the class and data of parameters in a unit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Shown:
-    """What a unit's parameters show. Their class is `plain` (the one they came with), reduced or released."""
+    """What a unit's parameters show. Their class is `plain` (their original class), reduced or released."""
 
     def __init__(self, unit: Unit, params: Sequence[nn.Parameter], full: Tensor, layout: Layout) -> None:
         self.params, self.full, self.layout = params, full, layout
@@ -32,7 +32,7 @@ class Shown:
         self._reduced, self._released = parameter_classes(unit)
         self._current: type[nn.Parameter] = nn.Parameter  # stands for `plain`
         self.views = [full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
-        # where each parameter is, in bytes, and its strides; None if it has no elements
+        # each parameter's offset and size in bytes and its strides; None if it has no elements
         self._places = [
             (slot.offset * full.element_size(), view.stride()) if slot.numel else None
             for slot, view in zip(layout.slots, self.views, strict=True)
@@ -45,13 +45,13 @@ class Shown:
         self._placeholders = [filler.expand(slot.shape) for slot in layout.slots]
         self._versions = [param._version for param in params]
         self.copies: frozenset[int] = frozenset()  # parameters that view private copies
-        # What reads of released parameters do, if they do not raise. Set from outside
+        # What a read of a released parameter does instead of raising. Set from outside
         self.reads_gather = False  # inside the engine's forward or backward: gather the unit until its end
-        self.show_copy: Callable[[Unit], None] | None = None  # inside a surgery: show a private copy of the unit, by this function
+        self.show_copy: Callable[[Unit], None] | None = None  # inside a surgery: shows a private copy of the unit
         self.pinned = False  # gathered by a read: stays gathered until the end of this forward or backward
-        self.read_in_graph = False  # a graph since the last step uses it outside its block: every backward gathers it first
+        self.read_in_graph = False  # a graph since the last step uses it outside its block, so every backward first gathers it
         self.num_changes = 0  # how often the unit's weights have changed
-        self.is_locked = False  # writes raise, because the masters are away
+        self.is_locked = False  # writes raise, because the masters are asleep
 
     # -- classes and memory --
 
@@ -88,7 +88,7 @@ class Shown:
         self.pinned = False
 
     def make_plain(self, i: int) -> None:
-        """Give parameter i the class that it came with, whatever the others show."""
+        """Give parameter i its original class, whatever the other parameters show."""
         self.params[i].__class__ = self._plain[i]
 
     def put_on_meta(self, i: int) -> None:
@@ -109,7 +109,7 @@ class Shown:
             self.params[i].data = value
 
     def end_copies(self, indices: Iterable[int]) -> None:
-        """Undo `show_copies`. The memory of the full weights has its current content already."""
+        """Undo `show_copies`. The full weights must already be up to date."""
         self.copies -= frozenset(indices)
         for i in indices:
             self.make_plain(i)
@@ -166,7 +166,7 @@ class Shown:
         self.layout = layout
 
     def close(self) -> None:
-        """Forget the memory of the full weights, which is freed."""
+        """Drop the references to the full weights, whose memory is freed."""
         self.full, self.views = torch.empty(0), []
 
     def expire_graphs(self) -> None:
@@ -192,7 +192,7 @@ def check_writes(unit: Unit) -> None:
 
 
 def refuse_writes(unit: Unit) -> None:
-    """Raise RuntimeError if the masters are away, because a write of the weights must update them."""
+    """Raise RuntimeError if the masters are asleep, because writing weights must update them."""
     if unit.shown.is_locked and unit.out is not None and isinstance(unit.master, MemoryStore):
         raise RuntimeError(
             f"the weights of {unit.names[0]!r} and its neighbors cannot be written, because the engine sleeps and their "

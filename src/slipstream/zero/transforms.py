@@ -1,9 +1,9 @@
 """Support for torch.func's transforms (grad, vjp, vmap) in hooks and units. Only this file uses functorch's private functions.
 
-level   of a transform: 1 for the outermost. Inside, a tensor is an ordinary tensor in one wrapper per level; a graph belongs to
-        one level, and a hook on a wrapper fires only in the backward of its level.
+level   of a transform: 1 for the outermost. Inside, a tensor is an ordinary tensor in one wrapper per level. A graph belongs to
+        one level, and a hook on a wrapper fires only in the backward of its level
 
-A transform forbids in-place writes to tensors that it has not created, such as gathered weights; `outside` allows them.
+A transform forbids in-place writes to tensors that it did not create, such as gathered weights; `outside` allows them.
 """
 
 from __future__ import annotations

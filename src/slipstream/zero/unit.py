@@ -1,10 +1,10 @@
 """A unit: parameters that are gathered together, the buffers of their three states, and the four edges that move the data.
 
-full       the unsharded weights of the unit, 1D; every parameter is a view into it. Replicated weights: always allocated.
+full       the unsharded weights of the unit, 1D; every parameter is a view of it. Replicated weights: always allocated.
            Sharded weights: one mapping shared by all ranks of the host, or memory that is freed while the unit is released
 weights    this rank's shard of the weights: a view of `full`, or a separate store if `full` can be freed
 owned      the weights in the optimizer's span: `weights` if the two spans are the same
-master     the same in the optimizer's dtype; the same store as `owned` when the dtypes agree
+master     the weights in the optimizer's span in its dtype: the same store as `owned` if the dtypes agree
 local      this rank's unreduced gradients of the whole unit, 1D (gradients are replicated)
 grads      this rank's shard of the gradients: the sum over ranks once `settle` has run
 
@@ -62,17 +62,17 @@ class Comms:
     dp: Comm  # shards
     dp_replicate: Comm  # replicas of the shards
     data: Comm  # both
-    weights: Gather  # gathers sharded weights over the ranks of dp; a unit may have one of its own
-    coded: Coded | CodedTwice | None = None  # adds gradients in codes
-    group: Comm | None = None  # of dp: neighbors, within which weights and codes are exchanged before they cross groups
-    across: Comm | None = None  # of dp: the ranks with the same place in each group
+    weights: Gather  # gathers sharded weights over dp; a unit may have a Gather of its own
+    coded: Coded | CodedTwice | None = None  # sums gradients in codes
+    group: Comm | None = None  # neighbors on dp, which exchange weights and codes before these cross groups
+    across: Comm | None = None  # the ranks on dp with the same place in each group
 
     def carrier(self, dtypes: Dtypes) -> Comm:
-        """The transport whose buffers carry gradients that are not communicated as they are stored."""
+        """The transport whose buffers carry gradients, if these are not communicated as they are stored."""
         return self.dp if self.coded is None or dtypes.wire_bits is None else self.coded.comm
 
     def all(self) -> Iterator[Comm]:
-        """The widest first."""
+        """All transports, the widest first."""
         return (comm for comm in (self.data, self.dp_replicate, self.dp, self.group, self.across) if comm is not None)
 
 
@@ -85,12 +85,12 @@ class Dtypes:
     local: torch.dtype  # unreduced gradients (gradients are replicated)
     wire: torch.dtype  # gradients as they are communicated: uint8 for codes
     grads: torch.dtype  # reduced gradients
-    wire_bits: int | None = None  # of a code on the wire; None: elements are communicated
-    gathered_bits: int | None = None  # of a code of gathered weights; None: elements are gathered
-    published_bits: int | None = None  # of a code of what an update has changed of replicated weights; None: weights are published
+    wire_bits: int | None = None  # bits of a code on the wire; None: elements are sent
+    gathered_bits: int | None = None  # bits of a code of gathered weights; None: elements are gathered
+    published_bits: int | None = None  # bits of a code of an update's change to replicated weights; None: weights are published
     rests: bool = False  # whether sharded weights are stored as those codes
-    row: int = 0  # elements that are communicated together if one of them is not 0; 0: all elements are
-    row_dtype: torch.dtype = torch.float32  # of those
+    row: int = 0  # length of the blocks of which only nonzero ones are sent; 0: all elements are sent
+    row_dtype: torch.dtype = torch.float32  # of those blocks
 
 
 class Updating(Protocol):
@@ -121,7 +121,7 @@ class Unit:
         self.block = block  # the module whose forward gathers it; None for the root's units
         self.layout, self.placement, self.dtypes, self.comms = layout, placement, dtypes, comms
         self.params = [leaf.tensor for leaf in leaves]
-        self.model_params = [leaf.whole for leaf in leaves]  # the model's parameters that `params` are, or are parts of
+        self.model_params = [leaf.whole for leaf in leaves]  # the model's parameters that `params` are, or are leaves of
         self.exact = leaves[0].exact  # never trained or cast: quantized codes, their scales, integers
         self.memory, self.homes = memory, homes
         self.cuts = layout.shards(comms.dp.size)
@@ -212,7 +212,7 @@ class Unit:
             return
         if self.updating is not None:
             if not self._fetches or self.comms.dp.size > 1 or not self.updating.done():
-                return  # all ranks launch a collective at the same point, however far their updates are
+                return  # all ranks must launch a collective at the same point, however far their updates are
             self.await_update()
         self.pending_gather = self._start_gather()
 
@@ -249,7 +249,7 @@ class Unit:
 
     @outside
     def gather_exactly(self) -> None:
-        """Make the weights readable as the shards have them, also if gathers send codes. Collective."""
+        """Make the weights readable with the shards' exact values, even if gathers send codes. Collective."""
         self.gather()
         if not self.comms.weights.exact and self.placement.weights and not self.memory.common:
             with _preserve_version(self.full):
@@ -280,7 +280,7 @@ class Unit:
         check_writes(self)
         if self.state is State.GATHERED:
             self.shown.show_released(placeholders=True)
-        self.comms.weights.changed()  # what is kept is dropped
+        self.comms.weights.changed()  # drops kept weights
         self.state = State.ASLEEP
 
     def wake_up(self) -> None:
@@ -328,9 +328,9 @@ class Unit:
     # -- edge: settle (grads shard -> optimizer shard) --
 
     def settle(self, alpha: float, wire: Buffer | None) -> Pending[None]:
-        """Finish this window's reduction: makes `grads` and `partial` final for the optimizer and the norm.
+        """Finish this window's reduction: make `grads` and `partial` final for the optimizer and the norm.
 
-        `wire` carries replicated gradients if they are not communicated as they are stored.
+        `wire` carries replicated gradients if these are not communicated as they are stored.
         """
         grads = self.sums
         scattered: Pending[Partial] | None = None
@@ -357,7 +357,7 @@ class Unit:
         return Pending(finish)
 
     def _add_copies(self, comm: Comm, buffer: Buffer) -> None:
-        """Add the shards' gradients over their replicas, through `buffer`: their store if gradients are sharded."""
+        """Add the shards' gradients over their replicas, through `buffer` (the gradients' store if gradients are sharded)."""
         local = self.memory.local
         if local is not None:
             buffer.tensor.copy_(local.tensor[slice(*self.span)])
@@ -389,11 +389,11 @@ class Unit:
             self.memory.before = self.full[slice(*self.span)].clone()
 
     def publish_update(self) -> Pending[None]:
-        """As `publish`, after an update.
+        """`publish` after an update.
 
-        [Note: Differences in codes] With `published_bits`, ranks send codes of what has changed, and add those to the weights that
-        they have. What codes lose is still in the master, so the next ones send it. Ranks have equal weights, which differ from
-        the rounded masters by half a code.
+        [Note: Differences in codes] With `published_bits`, ranks send codes of what has changed, and add the decoded changes to
+        their weights. The masters keep the quantization error, so the next codes send it. Ranks have equal weights, which differ
+        from the rounded masters by at most half a code.
         """
         bits, full = self.dtypes.published_bits, self.memory.full
         if bits is None or full is None:

@@ -53,7 +53,7 @@ class UnitWindow:
         return i in self._in_local
 
     def add(self, i: int, grad: Tensor, local: Tensor | None, dtype: torch.dtype) -> None:
-        """Add a gradient of parameter i to `local`, or to this rank's sum in `dtype` if there is no `local`."""
+        """Add a gradient of parameter i to `local`, or, without `local`, to this rank's sum in `dtype`."""
         if local is not None:
             slot = self.slots[i]
             view = local[slot.offset : slot.offset + slot.numel].view(slot.shape)
@@ -121,7 +121,7 @@ class UnitWindow:
             self._landing = homes.open(grads, read=True)
 
     def open(self, homes: Homes, grads: Store) -> tuple[Landing, bool]:
-        """The memory of the sum for a reduction that is launched now, and whether it adds to what is there."""
+        """The memory of the sum for a reduction that is launched now, and whether the reduction adds to its content."""
         accumulates, self.has_gradient = self.has_gradient, True
         landing, self._landing = self._landing or homes.open(grads, read=accumulates), None
         landing.ready()

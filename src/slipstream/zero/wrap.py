@@ -1,15 +1,15 @@
 """Group the parameters that are gathered together. Pure: reads the module tree and changes nothing.
 
-A group is one repeated block (an element of a list of like modules: a transformer layer) or, outside of those, a layer that has a
-list to choose from ([Note: Choices]). Parameters outside all blocks form the root group, which comes first. Inside a block,
+A group is one repeated block (an element of a list of like modules: a transformer layer) or, outside of those, a layer that chooses
+from a list ([Note: Choices]). Parameters outside all blocks form the root group, which comes first. Inside a block,
 groups are keyed by (dtype, trainable, exact, differs, kind): a flat buffer has one dtype and one family, frozen weights need
-neither gradients nor optimizer state, codes and scales of quantized weights are never cast, and a reduction is that of a whole
+neither gradients nor optimizer state, codes and scales of quantized weights are never cast, and a reduction covers a whole
 buffer. The items of a group are leaves (zero/leaves.py).
 A parameter that several modules share belongs to its first group.
 
-[Note: Choices] Without shared memory, a unit is gathered from all ranks, so all ranks must run its block. The experts of a list are
-not run by all, each rank runs those that its tokens chose: the layer that has the list is the block. A list is one of experts by
-its name or its elements' class; any other module that chooses is one if it is marked (`deepspeed.utils.set_z3_leaf_module`).
+[Note: Choices] Without shared memory, a unit is gathered from all ranks, so all ranks must run its block. Not all ranks run each
+expert of a list, only those that their tokens chose, so the layer that has the list is the block. A list counts as one of experts
+by its name or its elements' class. Any other module that chooses counts if it is marked (`deepspeed.utils.set_z3_leaf_module`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Group:
     trainable: bool
     exact: bool  # never cast to the config's precision
     differs: Differs = ()  # the splits of its parameters, the key of their family
-    kind: str = ""  # of zero.leaves.keep_apart
+    kind: str = ""  # see zero.leaves.keep_apart
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Group:
 def repeated_blocks(model: nn.Module) -> list[str]:
     """Names of the outermost repeated modules: children of one container that share a class and have parameters.
 
-    Children whose names are numbers, as in a PipelineModule, are in a container too. Experts are no blocks, but a layer of them is.
+    Children whose names are numbers, as in a PipelineModule, are in a container, too. Experts are no blocks; their layer is one.
     """
     lists = set(expert_lists(model))
     layers = {name.rpartition(".")[0] for name in lists}

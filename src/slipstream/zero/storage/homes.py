@@ -45,8 +45,8 @@ class Homes:
 
     def __init__(self, tiers: Tiers, device: torch.device, spaces: Spaces, lane: Lane | None, *, has_peers: bool = False) -> None:
         self.tiers, self.device, self.spaces, self.lane = tiers, device, spaces, lane
-        self.has_peers = has_peers  # other ranks, which would wait for a rank that raises in mid-step
-        self.failure: DiskError | None = None  # the first of a forward or backward, until the engine raises it on all ranks
+        self.has_peers = has_peers  # whether there are other ranks, which would wait for a rank that raises in mid-step
+        self.failure: DiskError | None = None  # the first error of a forward or backward, until the engine raises it on all ranks
         self._gradients: Ring | None = None  # buffers for gradients on disk, allocated on first use
         self._gradient_nbytes = 0  # of the longest gradient shard on the host or on disk
         self._landings: deque[MemoryStore] = deque()
@@ -101,7 +101,7 @@ class Homes:
         return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, kept)
 
     def return_kept(self, weights: Store) -> None:
-        """Let later stores keep as many elements in memory as the freed store `weights` did."""
+        """Let later stores keep as many elements in memory as the freed store `weights` kept."""
         if self.tiers.weights is Tier.DISK:
             self.to_keep += weights.head.numel() if isinstance(weights, DiskStore) else weights.numel
 
@@ -137,7 +137,7 @@ class Homes:
         return Landing(memory, landing.settle, write_back)
 
     def _next_landing(self, nbytes: int) -> MemoryStore:
-        """The least recently used device buffer. A copy of its last content may be in flight: only `ready` waits for it."""
+        """The least recently used device buffer. Its last content may still be copied out: only `ready` waits for that."""
         if not self._landings or self._landings[0].numel < nbytes:  # an unfrozen unit may be longer than all others
             self.close_landings()
             longest = max(nbytes, self._gradient_nbytes)
@@ -177,7 +177,7 @@ class Homes:
     def gather(self, store: Store, pages: Tensor | None, full: Tensor, dp: Gather, cuts: Sequence[int]) -> Pending[None]:
         """Start loading this rank's weights, and all-gather them. A single rank loads into `full` itself.
 
-        With the disk tier, `wait` launches the collective, so that ranks whose weights happen to be in memory launch no earlier.
+        With the disk tier, `wait` launches the collective, so ranks whose weights happen to be in memory launch no earlier.
         """
         if isinstance(store, CodedStore):
             return dp.gather_into(full, store.codes, cuts)
@@ -202,7 +202,7 @@ class Homes:
 
     @contextmanager
     def _recording_failure(self, spoiled: Tensor | None = None) -> Iterator[None]:
-        """Store a DiskError until the engine raises it on all ranks. With peers, continue until then, with NaN in `spoiled`."""
+        """Keep a DiskError until the engine raises it on all ranks. With peers, continue until then, with NaN in `spoiled`."""
         try:
             yield
         except DiskError as error:
@@ -213,7 +213,7 @@ class Homes:
                 spoiled.fill_(float("nan"))
 
     def _gather_over(self, lane: Lane, store: Store, full: Tensor, dp: Gather, cuts: Sequence[int]) -> Pending[None]:
-        """As `gather`, to a device with memory of its own. The device computes meanwhile; only uses of the weights wait."""
+        """`gather` to a device with memory of its own. Meanwhile the device computes; only uses of the weights wait."""
         is_alone = len(cuts) == 2
         shard = full if is_alone else torch.empty(store.numel, dtype=store.dtype, device=full.device)
         since = lane.now()  # the last use of this memory

@@ -40,7 +40,7 @@ class Lane(ABC):
 
     @abstractmethod
     def memory(self, nbytes: int) -> Tensor:
-        """Zeroed, page-aligned pinned host memory, uint8 [nbytes]. It is freed only with the lane: use it for long-lived states."""
+        """Zeroed, page-aligned pinned host memory, uint8 [nbytes], freed only with the lane: for long-lived states."""
 
     @abstractmethod
     def now(self) -> Event:
@@ -52,7 +52,7 @@ class Lane(ABC):
 
     @abstractmethod
     def behind(self, copy: Event) -> AbstractContextManager[None]:
-        """Inside, launches (a collective) run after a copy to the device, and overlap with its computation."""
+        """Inside, launches (of a collective) run after a copy to the device, and overlap with the device's computation."""
 
     @abstractmethod
     def close(self) -> None:

@@ -30,7 +30,7 @@ GRAIN = 4096  # elements: a page of the narrowest dtype
 
 
 class Store(ABC):
-    """The storage of one flat state of one unit. What it does itself is for codes in memory."""
+    """The storage of one flat state of one unit. The concrete methods are those of codes in memory."""
 
     numel: int
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class Store(ABC):
 
 
 class MemoryStore(Store):
-    """A tensor, 1D. The lane's copies from and to it run one after the other: `moving` is the last one."""
+    """A tensor, 1D. The lane's copies from and to it run one after the other; `moving` is the last one."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.numel, self.dtype = tensor, tensor.numel(), tensor.dtype
@@ -100,7 +100,7 @@ class MemoryStore(Store):
 
 
 class CodedStore(Store):
-    """Codes of 8 bits (ops/wire.py), of whole blocks. Reads decode; a write encodes the blocks whose values it changes."""
+    """8-bit codes (ops/wire.py) in whole blocks. Reads decode. A write encodes the blocks whose values it changes."""
 
     def __init__(self, codes: Tensor, dtype: torch.dtype) -> None:
         self.codes, self.dtype = codes, dtype  # codes: uint8 [blocks * bytes of a block]
@@ -124,7 +124,7 @@ class CodedStore(Store):
         new[start - first * wire.WIRE_BLOCK :][: values.numel()].copy_(values)
         coded = torch.empty_like(records)
         wire.encode(new, coded.view(-1), 8)
-        changed = (old != new).view(-1, wire.WIRE_BLOCK).any(1)  # codes of codes are not the same codes
+        changed = (old != new).view(-1, wire.WIRE_BLOCK).any(1)  # encoding decoded values again may give other codes
         records[changed] = coded[changed]
 
     @property
@@ -206,7 +206,7 @@ _PIECE = 1 << 21  # elements of one transfer of `get`, `put` and the functions b
 
 
 def pieces(numel: int) -> Iterator[tuple[int, int]]:
-    """The bounds of the pieces in which so many elements are processed, to bound the memory beside them."""
+    """The bounds of the pieces in which `numel` elements are processed, to bound temporary memory."""
     return ((start, min(start + _PIECE, numel)) for start in range(0, numel, _PIECE))
 
 
@@ -285,7 +285,7 @@ class Needs(NamedTuple):
 
 
 class Space:
-    """One rank's files, allocated in ranges. If a range does not fit (after unfreezing a unit), another file is made."""
+    """One rank's files, allocated in ranges. If a range does not fit (after unfreezing a unit), another file is created."""
 
     def __init__(self, make: Callable[[int], Disk], nbytes: int) -> None:
         self._make = make
@@ -305,7 +305,7 @@ class Space:
         return store
 
     def drop(self, store: DiskStore) -> None:
-        """Free the disk blocks of a store of this space, and close its file if that has no other stores."""
+        """Free the disk blocks of a store of this space. Close its file if it holds no other stores."""
         if store.disk not in self._used:
             return
         self._used[store.disk] -= 1
@@ -316,7 +316,7 @@ class Space:
             store.disk.close()
 
     def extend(self, other: Space) -> None:
-        """Take over the files of another space, and allocate from them next."""
+        """Take over the files of another space; the next ranges are allocated from them."""
         self.disks += other.disks
         self._free, self._end = other._free, other._end
 
@@ -336,5 +336,4 @@ class Spaces(NamedTuple):
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Round up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple

@@ -43,7 +43,7 @@ class RingBuffer:
 
     memory: Tensor  # uint8, aligned
     moving: list[Transfer | Event] = field(default_factory=list)
-    since: Event | None = None  # copies between the buffer and the device start after it
+    since: Event | None = None  # copies between the buffer and the device start after this event
 
     def settle(self) -> None:
         """Wait for all transfers, then raise the first error."""
@@ -182,7 +182,7 @@ def chunks(numel: int, uses: Mapping[str, StateUse], most: int) -> list[StateChu
 
 
 def narrowed(whole: Sequence[StateChunk], spans: Sequence[Span]) -> list[StateChunk]:
-    """The chunks of a span, in order, without what lies outside of `spans`, in whole grains. What passes through no ring stays."""
+    """The chunks of a span, in order, restricted to `spans` in whole grains. Chunks that pass through no ring stay whole."""
     result = []
     for chunk in whole:
         start = stop = chunk.start
@@ -201,7 +201,7 @@ def narrowed(whole: Sequence[StateChunk], spans: Sequence[Span]) -> list[StateCh
 def stream(upcoming: Iterator[StateChunk], ring: Ring | None) -> Generator[StateChunk, None, None]:
     """Yield each chunk with its states in `tensors`, in order, while the next are read and the previous one is written.
 
-    The caller calls `write_back`. When the stream ends, also by an exception, all transfers have ended.
+    The caller calls `write_back`. When the stream ends, also through an exception, all transfers have ended.
     """
     ahead: deque[StateChunk] = deque()
     depth = max(1, len(ring.slots) - 1) if ring else 1  # one slot is being written
