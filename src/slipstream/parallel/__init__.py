@@ -1,4 +1,4 @@
-"""Parallelism beyond data: pipelines, layers in slices, and shares of a sequence."""
+"""Parallelism beyond data: pipelines, sliced layers (tensor parallelism), and shares of a sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters that a surgery adds to sliced layers: sized for the whole layer, then cut like it."""
+"""LoRA adapters that a surgery adds to sliced layers: built for the whole layer, then cut like it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from slipstream.zero.wrap import repeated_blocks
 
 @contextmanager
 def whole_features(model: nn.Module) -> Iterator[None]:
-    """Inside, sliced linear layers have `in_features` and `out_features` of the whole, by which PEFT sizes an adapter. Others
-    (`Conv1D`) have weights with the shape of the whole as `ds_shape`."""
+    """Inside, sliced linear layers have `in_features` and `out_features` of the whole, by which PEFT sizes an adapter. Weights of
+    other layers (`Conv1D`) have the whole's shape as `ds_shape`."""
     own: list[tuple[Any, int, int]] = []
     sliced: list[Any] = [module for module in model.modules() if isinstance(module, Column | Row) and module.slices is not None]
     convs = [(module.weight, getattr(module.weight, "ds_shape", None)) for module in sliced if {"nx", "nf"} <= vars(module).keys()]
@@ -41,7 +41,7 @@ def whole_features(model: nn.Module) -> Iterator[None]:
 
 
 def slice_adapters(model: nn.Module) -> None:
-    """Cut the adapters of sliced layers that are whole, with the values of the first rank of the axis. Collective over the axis.
+    """Cut whole adapters of sliced layers, with the values of the axis's first rank. Collective over the axis.
 
     Raises ValueError, the same on all ranks of the axis, for adapters that cannot be cut.
     """
@@ -57,11 +57,11 @@ def slice_adapters(model: nn.Module) -> None:
             whole = (other,) if base.slices.tokens is not None and f"{path}.".startswith(blocks) else ()
         for layer in (layer for name in whole for layer in adapters_of(module, name)):
             for param in (param for param in layer.parameters() if not parts_of(param)):
-                mark_part(param, "tp", 1)  # each rank sees a share of the tokens, or the gradient of a share of the outputs
+                mark_part(param, "tp", 1)  # each rank sees a share of the tokens, or the gradient of its share of the outputs
 
 
 def _has_share(layer: Any) -> bool:
-    """Whether a layer that is whole on all ranks sees a share of the activations."""
+    """Whether a layer that is whole on all ranks sees only a share of the activations."""
     return any(part.split == Split("tp", 1) for part in parts_of(getattr(layer, "weight", torch.empty(0))))
 
 

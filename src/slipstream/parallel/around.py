@@ -1,10 +1,10 @@
-"""What runs around the calls of a module, without a change of its parameters' names.
+"""Wrappers around the calls of a module, which leave its parameters' names unchanged.
 
-`wrap` gives a module a class of its own below its class, whose `__call__` runs the wrappers and at last the module. `__call__` and
-not `forward`: hooks and recompute then see what the innermost call sees. Copies and pickles have the module's own class.
+`wrap` gives a module a class of its own below its class, whose `__call__` runs the wrappers and finally the module. It replaces
+`__call__`, not `forward`, so hooks and recompute see what the innermost call sees. Copies and pickles have the module's own class.
 
-`connect_before` and `connect_behind` connect a block to others: what they do happens outside of all wrappers, since one of these
-may leave the block out, or change its output. Without wrappers they are hooks, so that all blocks of a model have one class.
+`connect_before` and `connect_behind` connect a block to others, outside of all wrappers, because a wrapper may skip the block or
+change its output. Without wrappers the connections are hooks, so that all blocks of a model have one class.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 Around = Callable[..., Any]  # called with the module, its call, and the call's arguments; returns the module's output
 _WRAPPERS = "_slipstream_around"  # attribute of a wrapped module
-_BEFORE, _BEHIND = "_slipstream_before", "_slipstream_behind"  # attributes: what connects a block
+_BEFORE, _BEHIND = "_slipstream_before", "_slipstream_behind"  # attributes: the functions that connect a block
 _CLASSES: dict[tuple[type, type], type] = {}
 
 
 class _Wrapped:
-    """What a wrapped module's class has before its own class."""
+    """The part of a wrapped module's class that precedes its own class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = super().__call__  # type: ignore[misc]
@@ -43,9 +43,9 @@ class _Wrapped:
 
 
 def class_before(ours: type, own: type, name: str = "", **attributes: Any) -> type:
-    """The class that has ours before a module's own one, by default under the name of that; the same one for the same pair.
+    """The class with `ours` before a module's own class, by default under the own class's name; the same class for the same pair.
 
-    Its modules are pickled as of this pair, unless ours says otherwise.
+    Its modules are pickled as this pair, unless `ours` defines pickling.
     """
     if (ours, own) not in _CLASSES:
         names = {"__module__": own.__module__, "__qualname__": name or own.__qualname__, "__doc__": own.__doc__} | attributes
@@ -61,7 +61,7 @@ def _made(ours: type, own: type, name: str) -> Any:
 
 
 def wrap(module: nn.Module, around: Around) -> None:
-    """Run `around` outside of the wrappers that the module has."""
+    """Run `around` outside of the module's earlier wrappers."""
     if not isinstance(module, _Wrapped):
         vars(module)[_WRAPPERS] = []
         module.__class__ = class_before(_Wrapped, type(module))
@@ -69,7 +69,7 @@ def wrap(module: nn.Module, around: Around) -> None:
 
 
 def unwrap(module: nn.Module, around: Around) -> None:
-    """Undo `wrap`; without wrappers the module has its own class again."""
+    """Undo `wrap`. Without wrappers the module has its own class again."""
     wrappers = vars(module).get(_WRAPPERS, [])
     if around in wrappers:
         wrappers.remove(around)
@@ -91,12 +91,12 @@ def connect_behind(block: nn.Module, change: Callable[..., Any]) -> None:
 
 
 def _unless_wrapped(change: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of a block without wrappers: a wrapped one makes the change itself."""
+    """A hook for a block without wrappers; a wrapped block makes the change itself."""
     return lambda block, *values: None if isinstance(block, _Wrapped) else change(block, *values)
 
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A block's first argument, or the first tensor of those by name."""
+    """A block's first argument, or the first tensor of the keyword arguments."""
     return args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
 
 
@@ -106,7 +106,7 @@ def first_of(output: Any) -> Any:
 
 
 def with_first(output: Any, first: Any) -> Any:
-    """An output with another first part."""
+    """The output with its first element replaced."""
     if hasattr(output, "_make"):  # a NamedTuple
         return output._make([first, *output[1:]])
     return type(output)([first, *output[1:]]) if isinstance(output, (tuple, list)) else first

@@ -1,9 +1,9 @@
-"""Linear layers whose weight gradients wait: a backward computes the gradient of their inputs only, and `Deferred.run` the rest.
+"""Linear layers with deferred weight gradients: a backward computes only the gradient of their inputs, `Deferred.run` the rest.
 
-Sources: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241). Cutting autograd's graph instead would need the weights and
-their `.grad` in place, which ZeRO-3 and ZeRO-1 do not leave there.
+Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241). Cutting autograd's graph instead would need the weights and
+their `.grad` in place, but ZeRO-3 and ZeRO-1 move these away.
 
-[Note: Bits] The products are those of autograd's backward of `F.linear`, in its order, so waiting changes no bit of a gradient.
+[Note: Bits] The products are those of autograd's backward of `F.linear`, in its order, so deferring changes no bit of a gradient.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Take = Callable[[nn.Parameter, Tensor], None]
 
 
 class Waiting(NamedTuple):
-    """A linear layer's product, with its input and the gradient of its output, both 2D."""
+    """The product that computes a linear layer's weight gradient: its input and the gradient of its output, both 2D."""
 
     layer: nn.Linear
-    bias: Tensor | None  # that this product has added
+    bias: Tensor | None  # the bias that the layer has added
     x: Tensor
     grad: Tensor
 
 
 class Deferred:
-    """The weight gradients of a model's linear layers that wait, in the order of their backwards."""
+    """The deferred weight gradients of a model's linear layers, in the order of their backwards."""
 
     def __init__(self, model: nn.Module) -> None:
         self.waiting: list[Waiting] = []
-        self.collects = False  # whether layers that run now defer
-        self.replaced: list[tuple[nn.Module, str, Callable[..., Tensor]]] = []  # attributes of layers, found before their class's
+        self.collects = False  # whether layers currently defer
+        self.replaced: list[tuple[nn.Module, str, Callable[..., Tensor]]] = []  # attributes that shadow the class's
         for each in model.modules():
             if type(each) is nn.Linear:
                 self.replaced.append((each, "forward", self._forward(each)))
@@ -46,7 +46,7 @@ class Deferred:
             vars(layer)[name] = function
 
     def close(self) -> None:
-        """Let the layers compute as their classes do. Safe to call twice."""
+        """Restore the layers' own computation. Safe to call twice."""
         for layer, name, function in self.replaced:
             if vars(layer).get(name) is function:
                 del vars(layer)[name]
@@ -54,7 +54,7 @@ class Deferred:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Inside, layers defer; what still waits at the end, after an error, is dropped."""
+        """Inside, layers defer. Products that are left at the end, after an error, are dropped."""
         self.collects = True
         try:
             yield
@@ -77,7 +77,7 @@ class Deferred:
         return product
 
     def pop(self) -> list[Waiting]:
-        """What has waited since the last call."""
+        """The products deferred since the last call."""
         waiting = list(self.waiting)
         self.waiting.clear()
         return waiting
@@ -94,7 +94,7 @@ class Deferred:
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` without its parameters: torch would call a parameter's hook for a gradient of None, too."""
+    """`F.linear` with the parameters hidden: torch would call a parameter's hook even for a gradient of None."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: nn.Linear, has_bias: bool, waiting: list[Waiting]) -> Tensor:

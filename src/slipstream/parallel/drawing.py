@@ -1,4 +1,4 @@
-"""Pictures of a pipeline's step, simulated or measured: text for a terminal, SVG for a page. A row for each rank."""
+"""Pictures of a pipeline's step, simulated or measured: text for a terminal, SVG for a page. One row per rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _STYLE = """
 def draw_text(timeline: Schedule | Iterable[Span], width: int = 100, title: str = "") -> str:
     """Return lines of at most `width` characters, `width` >= 40: a title with the idle share, a row for each rank, a legend.
 
-    If it fits, the shortest action takes up to four columns, otherwise the step takes all of them. Actions are labeled by kind and
-    micro-batch, in lower case from the second chunk of a rank on; only by kind if there is no room.
+    The shortest action takes up to four columns if that fits, otherwise the step takes all columns. Labels are the kind and the
+    micro-batch, in lower case for a rank's second and later chunks; only the kind if there is no room.
     """
     spans, title = _read(timeline, title)
     ranks, begin, end = sorted({span.rank for span in spans}), min(span.start for span in spans), max(span.stop for span in spans)
@@ -90,7 +90,7 @@ def draw_svg(timeline: Schedule | Iterable[Span], title: str = "") -> str:
 
 
 def _read(timeline: Schedule | Iterable[Span], title: str) -> tuple[list[Span], str]:
-    """The actions in time, and the title with the step's time and idle share."""
+    """The actions in order of time, and the title with the step's time and idle share."""
     if isinstance(timeline, Schedule):
         title = title or f"{timeline.style}, {timeline.num_ranks} ranks, {timeline.num_micro} micro-batches"
         timeline = chain.from_iterable(timeline.spans)
@@ -127,7 +127,7 @@ def _axis(seconds: float, scale: float, y: int) -> list[str]:
 
 
 def _legend(kinds: Sequence[Kind], num_chunks: int, y: int) -> list[str]:
-    """A swatch for each chunk of each kind."""
+    """A color swatch for each chunk of each kind."""
     entries = [([_color(kind, chunk, num_chunks) for chunk in range(num_chunks)], f"{kind} {_MEANING[kind]}") for kind in kinds]
     parts, x = [], float(_LABEL)
     for colors, text in entries:

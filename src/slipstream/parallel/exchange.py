@@ -1,10 +1,10 @@
 """Activations between the ranks of one axis: sums, gathers, reduce-scatters and all-to-alls, and their autograd functions.
 
 Every rank of the axis calls the same operations in the same order. Reductions add in rank order in fp32 (fp64 and integers in their
-own dtype) and round once, so all ranks get the same bits from shared memory and from gloo. NCCL adds in an order of its own, the
-same on all ranks, unless the ranks' is asked for. No operation overwrites its arguments. Of tensors without values (on meta, in a
-dry run), operations return the shapes and move nothing. An operation that is started returns before its result is there: the caller
-may compute, and must leave the argument unchanged, until it waits.
+own dtype) and round once, so shared memory and gloo give the same bits on all ranks. NCCL adds in an order of its own, the same on
+all ranks, unless rank order is requested. No operation overwrites its arguments. For tensors without values (on meta, in a dry
+run), operations return the shapes and move nothing. A started operation returns before its result exists: the caller may compute,
+and must leave the argument unchanged, until it waits.
 
 LocalExchange   an axis of one rank
 SharedExchange  ranks of one host over shared memory: a message is written once, and read in place
@@ -34,14 +34,14 @@ from slipstream.zero.hooks import eager
 from slipstream.zero.shared import SharedComm
 
 PIECE_NBYTES = 4 << 20  # of shared memory per buffer; longer messages are sent in pieces
-_CHUNK_NBYTES = 512 << 10  # of the `slices` leg's 1 MiB, two parts cost nothing over loopback, and four 6 % of a step
-_GATHER_NBYTES = 64 << 10  # up to which gloo sums gathered copies: one operation instead of two
+_CHUNK_NBYTES = 512 << 10  # measured (`slices`, 1 MiB messages): two parts cost nothing over loopback, four cost 6 % of a step
+_GATHER_NBYTES = 64 << 10  # up to this size gloo sums gathered copies: one operation instead of two
 _OPERATIONS = ("sum", "gather", "reduce-scatter", "all-to-all")
 Operation = Callable[[Tensor], Tensor]
 
 
 def without_values(x: Tensor) -> bool:
-    """Whether a tensor has a shape only: on meta, or in a dry run."""
+    """Whether a tensor has only a shape: on meta, or in a dry run."""
     return x.is_meta or isinstance(x, FakeTensor)
 
 
@@ -53,14 +53,14 @@ def even_shares(length: int, size: int) -> list[int]:
 class Exchange(ABC):
     """Collectives on activations over one axis, without autograd.
 
-    `moved` counts the bytes that this rank sends in each operation by the formulas of a ring (sum, gather, reduce-scatter) or of
+    `moved` counts the bytes that this rank sends in each operation, by the formulas of a ring (sum, gather, reduce-scatter) or of
     direct sends (all-to-all), whatever the transport does.
 
-    chunk_nbytes  the shortest message whose sum gains by running during a product; 0 if none does: in shared memory the ranks' own
+    chunk_nbytes  the shortest message whose sum gains by overlapping a product; 0 if none does: in shared memory the ranks' own
                   cores move the bytes, and on a GPU a product in parts may have other bits
 
-    [Note: One in flight] The next operation of the exchange first completes the one that was started. So a caller that never waits
-    (a second forward of an activation checkpoint may stop early) does no harm, and the order of operations is that of the starts.
+    [Note: One in flight] The exchange's next operation first completes the one that was started. So a caller that never waits (a
+    second forward of an activation checkpoint may stop early) does no harm, and operations keep the order of their starts.
     """
 
     chunk_nbytes = 0
@@ -71,11 +71,10 @@ class Exchange(ABC):
         self._in_flight: Pending[Any] = Pending(None)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, which have one shape."""
+        """The sum of `x` over all ranks, which have the same shape."""
         return self.start_sum(x).wait()
 
     def start_sum(self, x: Tensor) -> Pending[Tensor]:
-        """Start `sum`."""
         if self.size == 1 or without_values(x) or not x.numel():
             return Pending(None, x)
         self._in_flight.wait()
@@ -83,7 +82,7 @@ class Exchange(ABC):
         return self._launched(self._sum(x.contiguous().view(-1)), lambda flat: flat.view(x.shape))
 
     def _launched(self, started: Pending[Tensor], shape: Callable[[Tensor], Tensor]) -> Pending[Tensor]:
-        """The operation in flight, with a function of its result."""
+        """The operation in flight, followed by a function of its result."""
         self._in_flight = started
 
         def finish() -> Tensor:
@@ -95,7 +94,7 @@ class Exchange(ABC):
         return Pending(finish)
 
     def gather(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-        """The concatenation of all ranks' `x` along `dim`. `sizes`: their lengths; without them, ranks exchange these first."""
+        """The concatenation of all ranks' `x` along `dim`. `sizes`: their lengths; without it, ranks first exchange them."""
         if self.size == 1:
             return x
         self._in_flight.wait()
@@ -117,7 +116,6 @@ class Exchange(ABC):
         return self.start_reduce_scatter(x, dim, sizes).wait()
 
     def start_reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
-        """Start `reduce_scatter`."""
         if self.size == 1:
             return Pending(None, x)
         self._in_flight.wait()
@@ -137,12 +135,11 @@ class Exchange(ABC):
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send the first `send[0]` rows (along dimension 0) to rank 0, and so on; returns `receive[r]` rows of each rank r.
 
-        Raises ValueError if `send` does not add up to the rows, and PeerError if a rank sends another number than `receive` says.
+        Raises ValueError if `send` does not add up to the rows, and PeerError if a rank sends another number than `receive` states.
         """
         return self.start_all_to_all(rows, send, receive).wait()
 
     def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending[Tensor]:
-        """Start `all_to_all`."""
         self._in_flight.wait()
         if sum(send) != len(rows):
             raise ValueError(f"all_to_all: send {list(send)} adds up to {sum(send)} rows of {len(rows)}")
@@ -158,7 +155,7 @@ class Exchange(ABC):
         return self._launched(started, lambda flat: flat.view(shape))
 
     def counts(self, send: Sequence[int]) -> list[int]:
-        """Exchange numbers before an all-to-all: number r goes to rank r. Returns those of each rank for this one."""
+        """Exchange numbers before an all-to-all: number r goes to rank r. Returns the number from each rank."""
         if self.size == 1:
             return list(send)
         self._in_flight.wait()
@@ -166,23 +163,23 @@ class Exchange(ABC):
         return self._start_all_to_all(torch.tensor(send, device=self.device), ones, ones).wait().tolist()
 
     def agree(self, what: str, x: Tensor, *sizes: int) -> None:  # noqa: B027
-        """All ranks are about to send parts of x for `what`, a format of the sizes. A transport whose messages do not tell compares
-        it, if it did not follow before. Raises PeerError if it differs. (A text made by the caller would make the sizes of a
-        compiled model constants.)"""
+        """Compare across ranks that all are about to send parts of x for `what`, a format string for the sizes. Only transports
+        whose messages do not identify themselves compare, and only what did not follow before. Raises PeerError for a difference.
+        (A text formatted by the caller would make the sizes constants of a compiled model.)"""
 
     def lengths(self, x: Tensor, dim: int) -> list[int]:
-        """The lengths of all ranks' `x` along `dim`; on the meta device, all are taken to be this rank's."""
+        """The lengths of all ranks' `x` along `dim`; on the meta device, all are assumed equal to this rank's."""
         return [x.shape[dim]] * self.size if without_values(x) else self.counts([x.shape[dim]] * self.size)
 
     def __deepcopy__(self, memo: Any) -> Exchange:
-        """The copy of a model for a dry run exchanges shapes."""
+        """The copy, in a model copied for a dry run, exchanges only shapes."""
         return LocalExchange(self.axis, self.device)
 
     @abstractmethod
     def close(self) -> None:
         """Free all memory. Safe to call twice."""
 
-    # -- of the transport: 1D and contiguous tensors, numbers of elements, at least one element on some rank --
+    # -- for the transport: 1D and contiguous tensors, numbers of elements, at least one element on some rank --
 
     @abstractmethod
     def _sum(self, flat: Tensor) -> Pending[Tensor]: ...
@@ -198,7 +195,7 @@ class Exchange(ABC):
 
 
 def _add(out: Tensor, sources: Sequence[Tensor]) -> None:
-    """out = sources, added in order and rounded once."""
+    """out = the sum of sources, added in order and rounded once."""
     if out.is_floating_point() and out.device.type == "cpu":
         reduce_into(out, sources, 1.0, False)
     elif out.is_floating_point():  # without the sum of squares
@@ -223,13 +220,13 @@ class LocalExchange(Exchange):
 
 
 class SharedExchange(Exchange):
-    """Shared memory: a rank writes its message into its buffer, posts it, and waits for the messages of all ranks, which it reads.
+    """Shared memory: a rank writes its message into its buffer, posts it, waits for all ranks' messages, and reads them.
 
-    [Note: Two buffers in turn] Turn n + 2 overwrites the message of turn n. By then all ranks have read that: a rank posts turn
+    [Note: Two buffers in turn] Turn n + 2 overwrites the message of turn n. By then all ranks have read it: a rank posts turn
     n + 1 after it has read turn n, and no rank leaves turn n + 1 before all have posted. So one wait per turn is enough.
 
-    A message starts with int64 words: the operation, the bytes of the message in all turns, and in a gather or an all-to-all where
-    the bytes for each rank begin, and their number. Ranks take as many turns as the longest message needs.
+    A message starts with int64 words: the operation, the bytes of the message over all turns, and, in a gather or an all-to-all,
+    where the bytes for each rank begin, and their number. Ranks take as many turns as the longest message needs.
     """
 
     def __init__(self, comm: SharedComm) -> None:
@@ -258,7 +255,7 @@ class SharedExchange(Exchange):
         return turn
 
     def _await_turn(self, operation: str, turn: int, nbytes: int, spans: Sequence[int] = ()) -> None:
-        """Wait for what all ranks post in the turn of this rank's last post."""
+        """Wait for all ranks' posts in the turn of this rank's last post."""
         buffer = self.buffers[turn]
         for i in range(1, self.size):
             self.comm.wait_posted(buffer, (self.index + i) % self.size, buffer.posted, operation)
@@ -272,7 +269,7 @@ class SharedExchange(Exchange):
     def _in_turns(
         self, operation: str, messages: Sequence[tuple[Sequence[Tensor], int]], add: Callable[[int, int], None], out: Tensor
     ) -> Pending[Tensor]:
-        """Post the first message (its parts, and the bytes that all ranks name); then add each turn, and post the next message.
+        """Post the first message (its parts, and the bytes that all ranks state). Then add each turn, and post the next message.
 
         add(i, turn): read message i of all ranks from the turn's buffers.
         """
@@ -294,7 +291,7 @@ class SharedExchange(Exchange):
 
         def add(i: int, turn: int) -> None:
             sources = [body[: pieces[i].nbytes].view(flat.dtype) for body in self.bodies[turn]]
-            sources[self.index] = pieces[i]  # the same values, in this core's cache
+            sources[self.index] = pieces[i]  # the same values, but in this core's cache
             _add(totals[i], sources)
 
         return self._in_turns("sum", [([piece], piece.nbytes) for piece in pieces], add, out)
@@ -354,7 +351,7 @@ class SharedExchange(Exchange):
     def _read(
         self, operation: str, first: int, pieces: Sequence[Tensor], nbytes: int, words: Sequence[int], targets: Sequence[Tensor]
     ) -> None:
-        """Read the messages of all ranks into `targets`, from the turn `first`, and post the other pieces of this rank's."""
+        """Read the messages of all ranks into `targets`, beginning at the turn `first`, and post this rank's remaining pieces."""
         longest, start = 1, 0
         while start < longest:
             turn = first if start == 0 else self._post(operation, _window(pieces, start, start + self.piece), nbytes, words)
@@ -378,17 +375,17 @@ class SharedExchange(Exchange):
 
 
 def _window(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-    """The parts of the elements start to stop of the concatenation."""
+    """Views of elements [start, stop) of the concatenation of `parts`."""
     ends = itertools.accumulate(map(len, parts))
     cut = [part[max(start - end + len(part), 0) : max(stop - end + len(part), 0)] for part, end in zip(parts, ends, strict=True)]
     return [part for part in cut if len(part)]
 
 
 class GroupExchange(Exchange):
-    """torch.distributed. On gloo, reductions are all-to-alls or gathers and our own sums; on NCCL they are NCCL's, or those too
-    (`in_rank_order`).
+    """torch.distributed. On gloo, reductions are all-to-alls or gathers and local sums. On NCCL they are NCCL's, or the same as on
+    gloo (`in_rank_order`).
 
-    Of a long sum over more than two ranks on gloo, only the first half, a reduce-scatter, runs while the caller computes.
+    For a long sum over more than two ranks on gloo, only the first half, a reduce-scatter, overlaps the caller's computing.
     """
 
     def __init__(self, comm: ProcessGroupComm, *, in_rank_order: bool = False) -> None:
@@ -424,7 +421,7 @@ class GroupExchange(Exchange):
         return self._added(self._start_all_to_all(flat, numels, [own] * self.size), own)
 
     def _added(self, moving: Pending[Tensor], numel: int) -> Pending[Tensor]:
-        """The sum of the rows, of `numel` elements, that are on their way from all ranks."""
+        """The sum of the rows in flight from all ranks, of `numel` elements each."""
 
         def add(received: Tensor) -> Tensor:
             out = received.new_empty(numel)
@@ -452,13 +449,13 @@ class GroupExchange(Exchange):
 
 
 def _of_work(work: Any, out: Tensor) -> Pending[Tensor]:
-    """An operation of NCCL's; waiting for it makes the current stream wait."""
+    """A NCCL operation; waiting for it makes the current stream wait."""
     return Pending(work.wait).then(lambda _: out)
 
 
 def connect_activations(axis: Axis, device: torch.device, transport: str, watch: Watch, *, in_rank_order: bool = False) -> Exchange:
-    """Make the exchange of one axis, as `connect_axis` chooses the transport. Collective over the axis. `in_rank_order`: of sums,
-    on NCCL too."""
+    """Make the exchange of one axis, with the transport that `connect_axis` chooses. Collective over the axis. `in_rank_order`: sum
+    in rank order, also on NCCL."""
     comm = connect_axis(axis, device, transport, watch)
     if isinstance(comm, SharedComm):
         return SharedExchange(comm)
@@ -489,10 +486,10 @@ def dual(x: Tensor, operation: Operation, backward: Operation) -> Tensor:
 
 @eager
 def enter(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-    """Enter a region in which ranks compute different parts of the output from the whole `x`: gradients are partial sums.
+    """Enter a region in which ranks compute different parts of the output from the whole `x`, so its gradients are partial sums.
 
-    dim None: x is whole on all ranks; the backward sums. Else x is this rank's share along `dim`: gathers; the backward
-    reduce-scatters. sizes: the lengths of the shares (default: even).
+    dim None: x is whole on all ranks, and the backward sums. Else x is this rank's share along `dim`: the forward gathers, the
+    backward reduce-scatters. sizes: the lengths of the shares (default: even).
     """
     if exchange.size == 1:
         return x
@@ -506,7 +503,7 @@ def enter(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence
 def leave(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence[int] | None = None) -> Tensor:
     """Leave such a region: `x` is this rank's partial sum of the output.
 
-    dim None: sums; the backward is the identity. Else reduce-scatters along `dim`; the backward gathers.
+    dim None: sum; the backward is the identity. Else reduce-scatter along `dim`; the backward gathers.
     """
     if exchange.size == 1:
         return x
@@ -518,7 +515,7 @@ def leave(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence
 
 @eager
 def gather_from(x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """Gather along `dim` what all ranks then use alike; the backward keeps this rank's share of the gradient."""
+    """Gather along `dim` a tensor that all ranks then use alike; the backward keeps this rank's share of the gradient."""
     if exchange.size == 1:
         return x
     shares = sizes or exchange.lengths(x, dim)
@@ -543,10 +540,10 @@ def swap(rows: Tensor, exchange: Exchange, send: Sequence[int], receive: Sequenc
 
 
 class Crossing:
-    """An all-to-all of rows with computing in between, in both directions: `depart`, anything, `arrive`.
+    """An all-to-all of rows that overlaps computing, in both directions: `depart`, anything, `arrive`.
 
-    The backward mirrors it. Autograd runs the nodes that are ready in the reverse order of their forwards: `arrive` sends the
-    gradients, those of what was computed in between come next, and `depart` waits for what it was sent. Bits are those of `swap`.
+    The backward mirrors it. Autograd runs ready nodes in the reverse order of their forwards: `arrive` sends the gradients, those
+    of the computing in between come next, and `depart` waits for the gradients sent to it. Results have the bits of `swap`.
     """
 
     def __init__(self, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> None:
@@ -555,16 +552,16 @@ class Crossing:
 
     @eager
     def depart(self, rows: Tensor) -> Tensor:
-        """Start. Returns a token for `arrive`, through which the gradient comes back."""
+        """Start the all-to-all. Returns a token for `arrive`, through which the gradient comes back."""
         return dual(rows, lambda rows: self._start(rows, self.send, self.receive), self._finish)
 
     @eager
     def arrive(self, token: Tensor) -> Tensor:
-        """The rows of all ranks for this one."""
+        """The rows from all ranks for this rank."""
         return dual(token, self._finish, lambda grad: self._start(grad, self.receive, self.send))
 
     def _start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        if torch.is_grad_enabled():  # a gradient that is to have one itself
+        if torch.is_grad_enabled():  # a gradient that needs a gradient itself
             self.moving = Pending(None, swap(rows, self.exchange, send, receive))
         else:
             self.moving = self.exchange.start_all_to_all(rows, send, receive)

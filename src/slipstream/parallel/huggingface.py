@@ -1,12 +1,12 @@
 """A pipeline over an unmodified decoder of transformers: each chunk is the model with its own layers only.
 
-A chunk is a shallow copy of the modules on the way to the layers, so its parameters are the model's, under the model's names. The
-modules before the layers (embeddings) are in the first chunk, those after them (norm, head) in the last; a `_Absent` stands for
-them elsewhere. The model's own forward runs in every chunk, so masks and rotary positions come from the batch on every stage. What
-it computes before its first layer is replaced by what the stage before sent: a scaled or shifted embedding is not applied twice.
+A chunk is a shallow copy of the modules on the path to the layers, so its parameters are the model's, under the model's names. The
+modules before the layers (embeddings) are in the first chunk, those after them (norm, head) in the last; elsewhere an `_Absent`
+replaces them. The model's own forward runs in every chunk, so masks and rotary positions come from the batch on every stage. What
+it computes before its first layer is replaced by the previous stage's output, so an embedding is not scaled or shifted twice.
 
-If the model returns router logits, for an auxiliary loss over all of its layers, those of each layer travel on with the hidden
-states: the last stage computes the loss from all of them, and their gradients come back.
+If the model returns router logits, for an auxiliary loss over all of its layers, each layer's logits travel on with the hidden
+states. The last stage computes the loss from all of them, and their gradients travel back.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from slipstream.parallel.transformers_sequence import Sequences
 from slipstream.world.mesh import nearest_divisor
 from slipstream.zero.wrap import repeated_blocks
 
-_PROFILED = 128  # tokens of the forward that `profile` measures
+_PROFILED = 128  # tokens in the forward that the method `profile` measures
 _OF_THE_LOSS = ("labels", "num_items_in_batch")
 _OF_THE_EMBEDDING = ("input_ids", "inputs_embeds")
 
 
 class PipelinedDecoder(nn.Module):
-    """A decoder of transformers divided into stages, of which a rank keeps some.
+    """A transformers decoder divided into stages, of which a rank holds some.
 
-    stages   the stages that this rank has, of `num_stages`; is_v: they go out to the last rank and back
-    method   parameters: stages of like size, where embeddings count nothing (they are looked up); uniform: of as many layers;
-             type:REGEX: of as many layers of these classes; profile: of like time of a forward, measured (head and embeddings, too)
+    stages   this rank's stages, of `num_stages`; is_v: they go out to the last rank and back
+    method   parameters: stages of similar size, where embeddings count 0 (they are looked up); uniform: equally many layers;
+             type:REGEX: equally many layers of these classes; profile: similar measured forward times (head and embeddings, too)
     loss_fn  called as loss_fn(logits, labels); default: the model's own loss
-    slices, sequences  of the model, if its layers are sliced, or its sequences shared
+    slices, sequences  the model's, if its layers are sliced, or its sequences shared
 
     Raises ValueError for a model without repeated layers, with fewer layers than stages, or of another kind.
     """
 
-    reads_everywhere = True  # masks and positions
+    reads_everywhere = True  # every stage reads masks and positions from the batch
     _chunks: list[DecoderChunk]
     _positions: dict[str, int]  # the index of each parameter of the unsplit model, and of each module's first one
 
@@ -70,15 +70,15 @@ class PipelinedDecoder(nn.Module):
         self.is_v = is_v
         self.sequences = sequences
         if sequences is not None:
-            sequences.unhook()  # chunks share a micro-batch themselves
-        self.tokens = slices if slices is not None and slices.tokens is not None else None  # shared inside of each stage
+            sequences.unhook()  # chunks divide a micro-batch themselves
+        self.tokens = slices if slices is not None and slices.tokens is not None else None  # tokens are shared within each stage
         self.config, self.loss_fn, self.num_stages, self.stages = model.config, loss_fn, num_stages, tuple(stages)
         base: Any = getattr(model, "get_base_model", lambda: model)()  # without PEFT's wrapper
         self.base_class, self.architecture = type(base), type(base).__name__
         self.generation_config, self.name_or_path = getattr(base, "generation_config", None), getattr(base, "name_or_path", None)
         if hasattr(model, "peft_config"):
             self.peft_config = model.peft_config
-        self.num_ranks = num_stages // max(len(self.stages), 1)  # of the pipeline
+        self.num_ranks = num_stages // max(len(self.stages), 1)  # along the pipeline
         self.layers_name, names = _layers_of(model)
         before, after = _around(model, self.layers_name)
         self.parts = list(parts) if parts is not None else _divide(model, self.layers_name, names, after, num_stages, method)
@@ -102,7 +102,7 @@ class PipelinedDecoder(nn.Module):
 
     @classmethod
     def on_rank(cls, model: nn.Module, index: int, size: int, plan: PipelinePlan, **parts: Any) -> PipelinedDecoder:
-        """The stages of the `index`-th of `size` pipeline ranks."""
+        """The decoder with the stages of the `index`-th of `size` pipeline ranks."""
         is_v = plan.schedule == "v"
         count = 2 if is_v else plan.chunks
         return cls(model, size * count, stages_of(size, plan.schedule, index, count), plan.partition, is_v=is_v, **parts)
@@ -112,13 +112,13 @@ class PipelinedDecoder(nn.Module):
         return _pruned(model, {name for name, stage in self._owners.items() if stage not in stages}, self.layers_name)
 
     def refresh(self) -> None:
-        """Let the chunks have the modules that this one has now, after a change of the model."""
+        """Give the chunks this model's current modules, after a change of the model."""
         for chunk in self._chunks:
             _follow(self, chunk.part)
             chunk._modules.update(chunk.part._modules)
 
     def position(self, name: str) -> int:
-        """The place of a parameter in the unsplit model; of one that it did not have, the place of the nearest module's first."""
+        """The index of a parameter in the unsplit model; for a new parameter, the index of the nearest module's first parameter."""
         while name not in self._positions and name:
             name = name.rpartition(".")[0]
         return self._positions.get(name, len(self._positions))
@@ -128,7 +128,7 @@ class PipelinedDecoder(nn.Module):
         return self._chunks[i]
 
     def recall(self, batch: Any) -> None:
-        """Before a micro-batch's backward, which may recompute attention: with its positions, not those of the last forward."""
+        """Before a micro-batch's backward, which may recompute attention: restore its positions."""
         if self.sequences is not None:
             self.sequences.begin((), _arguments(batch), compares=False)
 
@@ -138,7 +138,7 @@ class PipelinedDecoder(nn.Module):
         return arguments[_first_input_of(arguments)]
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """The loss of a micro-batch, of the last stage's output."""
+        """The loss of a micro-batch, from the last stage's output."""
         return outputs.loss if self.loss_fn is None else self.loss_fn(outputs.logits, _arguments(batch)["labels"])
 
     def forward(self, x: Any, batch: Any = None, chunk: int = 0) -> Any:
@@ -146,12 +146,12 @@ class PipelinedDecoder(nn.Module):
 
 
 class DecoderChunk(nn.Module):
-    """One stage: called with the first stage's token ids, or with what the stage before returned: the hidden states [B, S, H], in a
-    tuple with the router logits of all layers so far if the model returns these."""
+    """One stage. Its input is the first stage's token ids, or the previous stage's output: hidden states [B, S, H], in a tuple with
+    the router logits of all layers so far if the model returns these."""
 
     sequences: Sequences | None
     part: nn.Module  # the copy of the model
-    runs: nn.Module  # what forward calls: the copy of the model, or of its body
+    runs: nn.Module  # the module that forward calls: the copy of the model, or of its body
     is_running = False
 
     def __init__(self, owner: PipelinedDecoder, model: nn.Module, stage: int) -> None:
@@ -182,7 +182,7 @@ class DecoderChunk(nn.Module):
             connect_behind(blocks[-1], self._leave)
 
     def forward(self, x: Any, batch: Any = None) -> Any:
-        """Return the hidden states (and router logits) for the next stage; the last one returns the model's output."""
+        """Return the hidden states (and router logits) for the next stage; the last stage returns the model's output."""
         arguments = _arguments(batch) if batch is not None else {}
         x, *routers = x if isinstance(x, tuple) else (x,)
         self.routers = tuple(routers)
@@ -206,7 +206,7 @@ class DecoderChunk(nn.Module):
             self.is_running, self.entering, self.left, self.routers = False, None, None, ()
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.entering is None:  # the model runs as a whole, or a checkpoint recomputes the block with its own input
+        if self.entering is None:  # the whole model runs, or a checkpoint recomputes the block with its own input
             return None
         x, self.entering = self.entering, None
         return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
@@ -222,11 +222,11 @@ class DecoderChunk(nn.Module):
 
 
 class _Absent(nn.Module):
-    """In place of a module of another stage: returns its first floating point tensor, or a zero to add, as for an embedding."""
+    """Replaces a module of another stage: returns its first floating point argument, or, for an embedding, a zero to add."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.is_added = isinstance(module, nn.Embedding)  # OPT's gets a mask, which may be floating point
+        self.is_added = isinstance(module, nn.Embedding)  # OPT's embedding gets a mask, which may be floating point
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point())
@@ -235,7 +235,7 @@ class _Absent(nn.Module):
 
 
 def _arguments(batch: Any) -> dict[str, Any]:
-    """A micro-batch as arguments of the model: a mapping, (inputs, labels) with inputs a mapping or token ids, or token ids."""
+    """A micro-batch as keyword arguments: of a mapping, of (inputs, labels) with a mapping or token ids, or of token ids."""
     if isinstance(batch, Mapping):
         return dict(batch)
     if isinstance(batch, (tuple, list)):
@@ -244,7 +244,7 @@ def _arguments(batch: Any) -> dict[str, Any]:
 
 
 def _first_input_of(arguments: Mapping[str, Any]) -> str:
-    """The name of what the first stage computes from."""
+    """The name of the argument that the first stage computes from."""
     return next((name for name in _OF_THE_EMBEDDING if arguments.get(name) is not None), "input_ids")
 
 
@@ -267,9 +267,9 @@ def _layers_of(model: nn.Module) -> tuple[str, list[str]]:
 
 
 def _around(model: nn.Module, layers: str) -> tuple[list[str], list[str]]:
-    """The modules with parameters outside of the layers: those before and those after them in a forward.
+    """The modules with parameters outside of the layers: those before and those after the layers in a forward.
 
-    The order is that of the model's `_pp_plan` if it names them all, else that of a forward on meta.
+    The order is that of the model's `_pp_plan` if it names all of them, else that of a forward on meta.
     """
     outside = [
         name
@@ -301,7 +301,7 @@ def _traced(model: nn.Module, layers: str, outside: Sequence[str]) -> tuple[list
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     error: Exception | None = None
     try:
-        # some models read the values of a mask of two dimensions, which meta does not have, or make positions of any mask
+        # some models read the values of a 2D mask, which meta lacks, or derive positions from any mask
         mask = torch.zeros(1, 1, 2, 2, device="meta")
         for given in ({"attention_mask": None}, {"attention_mask": mask}, {"attention_mask": mask, "position_ids": ids}):
             called.clear()
@@ -326,7 +326,7 @@ def _traced(model: nn.Module, layers: str, outside: Sequence[str]) -> tuple[list
 
 
 def _divide(model: nn.Module, layers: str, names: Sequence[str], after: Sequence[str], num_stages: int, method: str) -> list[int]:
-    """Bounds of the stages; each has at least one layer."""
+    """The bounds of the stages, each of at least one layer."""
     if len(names) < num_stages:
         ranks = dist.get_world_size() if dist.is_initialized() else num_stages
         raise ValueError(
@@ -340,7 +340,7 @@ def _divide(model: nn.Module, layers: str, names: Sequence[str], after: Sequence
         return partition(blocks, num_stages, method)
     if kind == "profile":
         bounds = [partition_balanced(_seconds(model, [f"{layers}.{name}" for name in names]), num_stages)]
-        if dist.is_initialized():  # every rank has measured something else
+        if dist.is_initialized():  # measurements differ between ranks
             dist.broadcast_object_list(bounds)
         return bounds[0]
     if kind != "parameters":
@@ -351,7 +351,7 @@ def _divide(model: nn.Module, layers: str, names: Sequence[str], after: Sequence
 
 
 def _seconds(model: nn.Module, names: Sequence[str]) -> list[float]:
-    """The time of each block in a forward of the whole model; what runs before the first and after the last counts to these."""
+    """The time of each block in a forward of the whole model; work before the first and after the last counts to these."""
     if any(param.is_meta for param in model.parameters()):
         raise ValueError(
             f"pipeline.partition 'profile' measures {type(model).__name__}, whose weights are on meta; use parameters or uniform"
@@ -400,7 +400,7 @@ def _ties(model: nn.Module, owners: Mapping[str, int], num_stages: int) -> list[
 
 
 def _name_canonically(part: nn.Module, tied: Tied, stages: Sequence[int]) -> None:
-    """Give a tied parameter its name in the unsplit model also on a rank that has another of its places: the head's, say."""
+    """Give a tied parameter its name in the unsplit model, even if this rank holds it at another place, such as the head."""
     (first, canonical), *others = tied.places
     here = next((name for stage, name in others if stage in stages), None)
     if first not in stages and here is not None:
@@ -410,7 +410,7 @@ def _name_canonically(part: nn.Module, tied: Tied, stages: Sequence[int]) -> Non
 
 def _copy(module: nn.Module) -> nn.Module:
     """A module with the same children and parameters, and hooks of its own."""
-    vars(module).setdefault("_origin", object())  # which all copies share
+    vars(module).setdefault("_origin", object())  # all copies share it
     copied = copy.copy(module)
     for name, value in module.__dict__.items():
         if isinstance(value, dict):
@@ -419,7 +419,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 
 def _follow(current: nn.Module, copied: nn.Module) -> None:
-    """Take over the modules and parameters that were replaced in another copy of the same model."""
+    """Adopt the modules and parameters that were replaced in another copy of the same model."""
     copied._parameters.update({name: param for name, param in current._parameters.items() if name in copied._parameters})
     for name, child in copied._modules.items():
         new = current._modules.get(name)
@@ -432,7 +432,7 @@ def _follow(current: nn.Module, copied: nn.Module) -> None:
 
 
 def _pruned(module: nn.Module, absent: set[str], layers: str, prefix: str = "") -> nn.Module:
-    """A copy of the modules on the way to the absent ones, without these: layers are left out, others have a stand-in."""
+    """A copy of the modules on the path to the absent ones, without these: layers are left out, others have a stand-in."""
     touched = {name for name in absent if name.startswith(prefix)}
     if not touched and not f"{layers}.".startswith(prefix or "."):
         return module
@@ -449,7 +449,7 @@ def _pruned(module: nn.Module, absent: set[str], layers: str, prefix: str = "") 
 
 
 def _shorten_configs(part: nn.Module, container: nn.Module, layers: str, start: int, stop: int) -> None:
-    """Give the module that runs the layers a config of so many layers, as its forward counts them."""
+    """Give the module that runs the layers a config with the number of its layers, because its forward counts by it."""
     parent = part.get_submodule(layers.rpartition(".")[0])
     config = getattr(parent, "config", None)
     count = getattr(config, "num_hidden_layers", None)

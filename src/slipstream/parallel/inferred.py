@@ -1,11 +1,11 @@
-"""A plan of tensor parallelism for a model that has none: found in one forward, checked block by block, and once more as a whole.
+"""A tensor parallelism plan for a model without one: found in one forward, checked block by block, and once for the whole model.
 
-A column layer is one whose input does not depend on another column layer of its block; a row layer is one whose input does, and
-which brings back the block's width. Column layers and the row layers that depend on them are a region. A region is cut in copies of
-its block, one for each rank, all in this process: where the sum of the row layer's shares is its output, the region may be cut. A
-fused layer is tried in all ways that its length allows. Regions that fit in no way stay whole.
+A column layer is a linear layer whose input does not depend on another column layer of its block. A row layer's input does, and its
+output has the block's width. Column layers and the row layers that depend on them form a region. A region is cut in copies of its
+block, one for each rank, all in this process: it may be cut if the shares of each row layer add up to the layer's output. A fused
+layer is tried in all forms that its length allows. Regions that fit no form stay whole.
 
-DeepSpeed's `injection_policy` names the row layers; what it names has to fit.
+DeepSpeed's `injection_policy` names the row layers; a named layer must fit.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from slipstream.zero.wrap import repeated_blocks
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 1800.0  # for the other ranks, in a forward
+_PATIENCE_S = 1800.0  # seconds to wait for the other ranks in a forward
 _OWN = TensorPlan(preset=None, partition=None, vocab_head=False, shares_tokens=False, overlaps=False)
 _NUM_TOKENS = 12
-_ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest output
-_EXACT = 1e-4  # of a row layer's largest output, in fp32
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # tolerance, relative to the largest output
+_EXACT = 1e-4  # tolerance, relative to a row layer's largest output, in fp32
 
-Policy = Mapping[type, Sequence[str]]  # the row layers of blocks of a class, by the ends of their names
+Policy = Mapping[type, Sequence[str]]  # class of blocks -> the suffixes of their row layers' names
 
 
 class CutRegion(NamedTuple):
-    """Names in a block."""
+    """The column and row layers of a region, by their names in the block."""
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
 
 
 class _Kind(NamedTuple):
-    """What blocks with one plan have in common."""
+    """What blocks with the same plan have in common."""
 
     block: type[nn.Module]
     regions: tuple[CutRegion, ...]
@@ -62,12 +62,10 @@ class _Kind(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """The first of a kind."""
-
     module: nn.Module
-    inputs: tuple[Any, ...]  # positional, of its first call; the first tensor has the hidden states
+    inputs: tuple[Any, ...]  # positional arguments of its first call; the first tensor is the hidden states
     options: Mapping[str, Any]
-    names: list[str]  # of the blocks of this kind
+    names: list[str]  # of all blocks of this kind
 
 
 class ForwardError(Exception):
@@ -75,7 +73,7 @@ class ForwardError(Exception):
 
 
 class OneTokenError(ValueError):
-    """Attention of one token is its value."""
+    """The inputs have one token, for which attention is the value itself, so they show too little."""
 
 
 class PlanTrial(NamedTuple):
@@ -88,7 +86,7 @@ class PlanTrial(NamedTuple):
 
 
 def example_inputs(model: nn.Module) -> dict[str, Any] | None:
-    """Inputs that a model of transformers takes, the same on all ranks; None for modules that do not tell theirs."""
+    """Inputs for a transformers model, the same on all ranks; None for a module that does not describe its inputs."""
     config: Any = getattr(model, "config", None)
     device = next(model.parameters()).device
     chance = torch.Generator().manual_seed(0)
@@ -113,10 +111,10 @@ def example_inputs(model: nn.Module) -> dict[str, Any] | None:
 
 @torch.no_grad()
 def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mapping[str, Any], policy: Policy) -> PlanTrial:
-    """Find the plan of a whole model, from its own inputs. Nothing is exchanged: every rank finds the same.
+    """Find the plan of a whole model from its own inputs. No communication: every rank finds the same plan.
 
-    Raises ForwardError if the model cannot compute the inputs, OneTokenError if they show too little, and ValueError if no region
-    can be cut, or one that the policy names.
+    Raises ForwardError if the model's forward fails on the inputs, OneTokenError if they show too little, and ValueError if no
+    region, or a region that the policy names, cannot be cut.
     """
     own: Any = tree_map_only(Tensor, Tensor.detach, (tuple(inputs), dict(options)))
     kept = copy.deepcopy(own)  # the forward may change them
@@ -151,10 +149,10 @@ def needs_trial(model: nn.Module) -> bool:
 
 
 def cut(model: nn.Module, axis: Axis, trial: PlanTrial | None, exchange: Exchange | None = None) -> Exchange | None:
-    """Cut a model in place for this rank, by its own plan or the one of a trial, with which it is then to be compared. Collective.
+    """Cut a model in place for this rank, by its own plan or a trial's; `compare` should follow a trial. Collective.
 
-    Returns the exchange of sums, a new one by default; None: nothing is cut. Raises ValueError as `slice_model`, before any layer
-    is cut."""
+    Returns the exchange of sums, a new one by default; None if nothing is cut. Raises ValueError like `slice_model`, before any
+    layer is cut."""
     slices = slice_model(model, axis, _OWN if trial is None else replace(_OWN, partition=trial.partition))
     if slices is None:
         return None
@@ -165,7 +163,7 @@ def cut(model: nn.Module, axis: Axis, trial: PlanTrial | None, exchange: Exchang
 
 
 def _specs(model: nn.Module, trace: _Trace, named: Mapping[str, Sequence[str]], axis: Axis) -> list[dict[str, Any]]:
-    """The entries of `partition_config` that fit, of all blocks."""
+    """The entries of `partition_config` that fit, for all blocks."""
     specs: list[dict[str, Any]] = []
     config = getattr(model, "config", None)
     for (kind, regions, _), block in trace.found.items():
@@ -189,7 +187,7 @@ def _specs(model: nn.Module, trace: _Trace, named: Mapping[str, Sequence[str]], 
 
 @torch.no_grad()
 def compare(model: nn.Module, trial: PlanTrial, exchange: Exchange) -> None:
-    """Compare a model's outputs with those that it had before it was cut. Collective. Raises ValueError if they differ."""
+    """Compare a model's outputs with those before it was cut. Collective. Raises ValueError if they differ."""
     before, after = _floats(trial.outputs), _floats(model(*trial.inputs, **trial.options))
     off = torch.tensor([math.inf if len(before) != len(after) else 0.0, *map(_distance, before, after)]).max()  # NaN if any is
     worst = float(exchange.gather(off.view(1).to(exchange.device), 0, [1] * exchange.size).max())
@@ -207,7 +205,7 @@ def _floats(outputs: Any) -> list[Tensor]:
 
 
 def _distance(before: Tensor, after: Tensor) -> float:
-    """The largest difference over what rounding explains."""
+    """The largest difference, as a multiple of what rounding explains."""
     if before.shape != after.shape:
         return math.inf
     if not before.numel():
@@ -217,14 +215,14 @@ def _distance(before: Tensor, after: Tensor) -> float:
 
 
 class _Trace(TorchDispatchMode):
-    """The regions of blocks, in a forward: for each storage, on which column layers of the block it depends."""
+    """Finds the regions of blocks in a forward, by tracking on which column layers of the block each storage depends."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], named: Mapping[str, Sequence[str]], batch: int) -> None:
-        """named: the row layers of a block, by the ends of their names. batch: sequences in the inputs."""
+        """named: block -> suffixes of its row layers' names. batch: number of sequences in the inputs."""
         super().__init__()
         self.blocks, self.named, self.batch = blocks, named, batch
         self.found: dict[_Kind, _Block] = {}
-        self.one_token: list[int] = []  # the shape of hidden states of sequences of one token
+        self.one_token: list[int] = []  # the shape of hidden states with one token per sequence
         self._depends: dict[int, frozenset[str]] = {}
         self._handles: list[Any] = []
 
@@ -279,14 +277,14 @@ class _Trace(TorchDispatchMode):
             return
         kind = _Kind(type(block), tuple(steps.regions()), _shapes(block))
         self.found.setdefault(kind, _Block(block, steps.inputs or (), steps.options, [])).names.append(name)
-        steps.inputs, steps.options = (), {}  # further calls show nothing, and of a kind one block's inputs suffice
+        steps.inputs, steps.options = (), {}  # further calls show nothing new, and one block's inputs suffice for its kind
 
 
 class _BlockSteps:
     """The linear layers of a block, in the order of their calls."""
 
     def __init__(self, trace: _Trace, named: Sequence[str] | None) -> None:
-        """named: the row layers; None: those that depend on column layers and have the block's width."""
+        """named: the row layers; None: the layers that depend on column layers and have the block's width"""
         self.trace, self.named = trace, named
         self.inputs: tuple[Any, ...] | None = None
         self.options: Mapping[str, Any] = {}
@@ -296,11 +294,11 @@ class _BlockSteps:
         self.seen: set[str] = set()
 
     def product(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """A hook behind a layer."""
+        """A forward hook of a linear layer."""
         if not isinstance(output, Tensor):
             return
         before = self.trace.of(args)
-        if name in self.seen or not args:  # shared by two places
+        if name in self.seen or not args:  # called before, from another place
             self.columns.discard(name)
             self.rows.pop(name, None)
             self.trace.mark(output, frozenset())
@@ -311,12 +309,12 @@ class _BlockSteps:
             self.rows[name] = before
             self.trace.mark(output, frozenset())
             return
-        self.columns -= before  # what is behind another product is no part of a region
+        self.columns -= before  # what follows another product is not part of a region
         self.columns.add(name)
         self.trace.mark(output, frozenset({name}))
 
     def regions(self) -> Iterator[CutRegion]:
-        """Rows that depend on the same columns are of one region; columns without a row stay whole."""
+        """Yield regions: rows that depend on the same columns. Columns without a row stay whole."""
         left = {row: layers & self.columns for row, layers in self.rows.items()}
         while left:
             row, columns = left.popitem()
@@ -329,18 +327,18 @@ class _BlockSteps:
 
 
 class _Share(LocalExchange):
-    """A rank without others: sums, which are all that a region has, are its own shares."""
+    """Simulates one rank alone: a region only needs sums, and these return the rank's own share."""
 
     def _sum(self, flat: Tensor) -> Pending[Tensor]:
         return Pending(None, flat)
 
 
 class _RowsSeenError(Exception):
-    """All row layers of a region have been called: the rest of the block need not run."""
+    """All row layers of a region have run, so the rest of the block need not run."""
 
 
 def _checked(block: _Block, region: CutRegion, axis: Axis, config: Any) -> dict[str, dict[str, Any]] | None:
-    """The entries of `partition_config` by layer that give the region's outputs; None if there are none."""
+    """The entries of `partition_config`, by layer, that reproduce the region's outputs; None if there are none."""
     module = block.module
     if any(is_quantized(parameter) for parameter in module.parameters()):
         return None
@@ -378,7 +376,7 @@ def _fits(
         holder.block = copy.deepcopy(exact)
         try:
             slices = slice_model(holder, own, plan)
-        except ValueError:  # heads that cannot be dealt
+        except ValueError:  # heads that cannot be distributed
             return False
         if slices is None:
             return False
@@ -396,7 +394,7 @@ def _fits(
 
 
 def _outputs(module: nn.Module, block: _Block, rows: Sequence[str]) -> dict[str, Tensor] | None:
-    """What the row layers of a block return in fp32; None if it fails."""
+    """The outputs of a block's row layers in fp32; None if the block fails."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -409,7 +407,7 @@ def _outputs(module: nn.Module, block: _Block, rows: Sequence[str]) -> dict[str,
 
     handles = [module.get_submodule(name).register_forward_hook(keep(name)) for name in rows]
     hidden = next(x for x in tree_leaves((block.inputs, block.options)) if isinstance(x, Tensor))
-    chance = torch.Generator().manual_seed(0)  # what is equal for all tokens would fit any split of heads
+    chance = torch.Generator().manual_seed(0)  # random: inputs equal for all tokens would fit any split of heads
     random = torch.randn(hidden.shape, generator=chance).to(hidden.device)
     inputs, options = tree_map(
         lambda value: random if value is hidden and hidden.is_floating_point() else _as_float(value),
@@ -419,7 +417,7 @@ def _outputs(module: nn.Module, block: _Block, rows: Sequence[str]) -> dict[str,
         module(*inputs, **options)
     except _RowsSeenError:
         return found
-    except Exception:  # a block may fail in any way where a rank has fewer heads than it was built for
+    except Exception:  # a block with fewer heads than it was built for may fail in any way
         return None
     finally:
         for handle in handles:
@@ -428,14 +426,14 @@ def _outputs(module: nn.Module, block: _Block, rows: Sequence[str]) -> dict[str,
 
 
 def _as_float(value: Any) -> Any:
-    """A copy, of floats in fp32."""
+    """A copy with floating point tensors in fp32."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return value.to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
 
 
 def _shapes_of(length: int, width: int) -> list[list[Any] | None]:
-    """The forms of a layer of `length` features before one of `width`: equal parts, a long and two short ones, or one part."""
+    """The candidate forms of a layer of `length` features before one of `width`: equal parts, long and two short, or one."""
     if length in (2 * width, 3 * width):
         return [[length // width, -1], None]
     rest, odd = divmod(length - width, 2)
@@ -443,7 +441,7 @@ def _shapes_of(length: int, width: int) -> list[list[Any] | None]:
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Whether it is a linear layer, or transformers' Conv1D."""
+    """Whether the module is a linear layer, or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or (hasattr(module, "nx") and isinstance(getattr(module, "weight", None), Tensor))
 
 
@@ -462,7 +460,7 @@ def _shapes(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _pattern(names: Sequence[str], blocks: Mapping[str, nn.Module], layer: str) -> str:
-    """A pattern of the parameters of a layer in blocks: their number is free if all of their container are alike."""
+    """A pattern for a layer's parameters in these blocks; block numbers are wildcards if all blocks of the container are alike."""
     containers = {name.rpartition(".")[0] for name in names}
     alike = [name for name in blocks if name.rpartition(".")[0] in containers]
     numbers = all(name.rpartition(".")[2].isdigit() for name in names)

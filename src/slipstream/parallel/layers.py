@@ -1,4 +1,4 @@
-"""The layers of a pipeline before they are built, and how they are divided into stages.
+"""The layers of a pipeline before they are built, and their division into stages.
 
 A layer is a `LayerSpec`, a module, or a function. `partition` returns bounds: stage i has the layers bounds[i] to bounds[i + 1].
 """
@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map_only
 
 from slipstream.zero.trees import tensors_in
 
-TIMINGS = 5  # of a layer; the fastest counts
+TIMINGS = 5  # measurements per layer; the fastest counts
 
 
 class LayerSpec:
-    """A layer that is built on the rank that has it: `typename(*module_args, **module_kwargs)`."""
+    """A layer that is built only on the rank that holds it: `typename(*module_args, **module_kwargs)`."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -44,7 +44,7 @@ class TiedLayerSpec(LayerSpec):
 
     forward_fn        called as forward_fn(module, x) in place of module(x)
     tied_weight_attr  names of the shared parameters, dotted below the module, for DeepSpeed's queries. All parameters of the
-                      module are tied, as they are on one stage
+                      module are tied, as if it were on one stage
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 def name_of(layer: Any) -> str:
-    """The class of a layer, the name of a function; "" if it has none."""
+    """The class name of a layer, or the name of a function; "" if it has none."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", "")
@@ -94,7 +94,7 @@ def partition(layers: Sequence[Any], num_parts: int, method: str, example: Any =
 
 
 def num_trainable(layer: Any) -> int:
-    """The trainable elements of a layer. A `LayerSpec` is built on meta, which allocates nothing."""
+    """The number of trainable elements of a layer. A `LayerSpec` is built on meta, which allocates nothing."""
     if isinstance(layer, LayerSpec):
         with torch.device("meta"):
             layer = layer.build()
@@ -102,7 +102,7 @@ def num_trainable(layer: Any) -> int:
 
 
 def seconds_of(layers: Sequence[Any], example: Any) -> list[float]:
-    """The time of each layer's forward and backward. Each is built for its own measurement only; tied layers are built anew."""
+    """The time of each layer's forward and backward. Each layer is built only for its measurement, tied layers repeatedly."""
     x, seconds = example, []
     device = next((t.device for t in tensors_in(example)), torch.device("cpu"))
     for spec in layers:
@@ -136,7 +136,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _leaves(value: Any) -> Any:
-    """The tree outside of any graph; floating point tensors need gradients, as what a stage receives."""
+    """The tree detached from any graph; floating point tensors require gradients, like a stage's inputs."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), value)
 
 
@@ -154,7 +154,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Return the bounds of non-empty parts that minimize (heaviest - lightest part), by dynamic programming.
 
-    Of equal ones, the later cut wins, as in DeepSpeed.
+    If several are equal, the later cut wins, as in DeepSpeed.
     """
     count = len(weights)
     if count <= num_parts:

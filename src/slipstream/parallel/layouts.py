@@ -6,21 +6,21 @@ an axis crosses hosts if it and all axes inside it need more ranks than a host h
 
 compute    6 P FLOPs per token for the products of forward and backward (Kaplan et al., arXiv:2001.08361), and 6 S h for a block's
            scores and values, causal; 4/3 of it with recomputation
-bubble     parallel/schedule.py's simulation of the step, less the computing of the busiest rank
-tp         4 sums a block and micro-batch (Megatron-LM, arXiv:1909.08053), each 2 (t-1)/t of b S h / s elements on a ring
-sp         4 all-to-alls a block and micro-batch (Ulysses, arXiv:2309.14509), together 8 (s-1)/s of b S h / (s t) elements
-pp         a boundary's b S h / s elements each way, between hosts a share of them by each tp rank; a transfer delays the stages by
-           one hop
+bubble     parallel/schedule.py's simulation of the step, minus the busiest rank's computing
+tp         4 sums per block and micro-batch (Megatron-LM, arXiv:1909.08053), each 2 (t-1)/t of b S h / s elements on a ring
+sp         4 all-to-alls per block and micro-batch (Ulysses, arXiv:2309.14509), together 8 (s-1)/s of b S h / (s t) elements
+pp         b S h / s elements each way at a boundary; between hosts each tp rank sends a share of them. A transfer delays the stages
+           by one hop
 dp         ZeRO 0 and 1: 2 (d-1)/d of the rank's parameters, reduced and gathered once a step; 3: gathered in each forward and
-           backward, and reduced once in a pipeline, else for each micro-batch (arXiv:1910.02054); what does not fit behind the
-           computing, and one block's
-memory     states by ZeRO's formula, 16 bytes a parameter in mixed precision, and activations of (10 + 24 / t) b S h / s bytes a
+           backward, and reduced once in a pipeline, else for each micro-batch (arXiv:1910.02054). Counted: the part that computing
+           does not hide, and one block's
+memory     states by ZeRO's formula, 16 bytes per parameter in mixed precision, and activations of (10 + 24 / t) b S h / s bytes per
            block (Korthikanti et al., arXiv:2205.05198, with attention that keeps no scores); 2 b S h / s with recomputation;
-           of as many micro-batches as a stage keeps. The busiest stage is the last: it has the head, and as many blocks less as
-           balance the times of stages allow; with vocabularies so large that it has none, it is the longest all the same
+           for as many micro-batches as a stage keeps. The busiest stage is the last: it has the head, and fewer blocks to balance
+           the stages' times. With a very large vocabulary it has no blocks, and is still the longest
 
-Between hosts, the ranks of a host share its link. Ranks that wait for each other inside of layers are never equally fast: tp and sp
-cost 3 % of computing beside their bytes (`python -m benchmarks slices` has found 3 to 7 %).
+Between hosts, the ranks of a host share its link. Ranks that wait for each other inside layers are never equally fast: tp and sp
+cost 3 % of computing besides their bytes (`python -m benchmarks slices` has measured 3 to 7 %).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from slipstream.config.plan import Plan
 
-_WAITS = 0.03  # of computing, on ranks that meet inside of layers
+_WAITS = 0.03  # fraction of computing, on ranks that meet inside layers
 _MOST_SIMULATED = 512  # micro-batches, over all stages; longer steps take the formula
 
 
@@ -62,7 +62,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What the ranks have: per second and rank, bytes of links per rank inside of a host and per host between hosts."""
+    """The ranks' resources: per second and rank; links in bytes per second, per rank within a host and per host between hosts."""
 
     ranks: int
     hosts: int
@@ -71,7 +71,7 @@ class Cluster:
     between: float  # bytes/s of a host's link
     memory: float = math.inf  # bytes of a rank
     element: int = 2  # bytes of an activation and a gradient
-    state: int = 16  # bytes of weights, gradient and optimizer per parameter
+    state: int = 16  # bytes of weights, gradient and optimizer states per parameter
 
     @property
     def per_host(self) -> int:
@@ -119,7 +119,7 @@ class LayoutCost(NamedTuple):
 
 
 def layout_of(plan: Plan, world: int) -> MeshLayout:
-    """The layout of a config on so many ranks."""
+    """The layout of a config on `world` ranks."""
     mesh, pipe = plan.mesh, plan.pipeline
     recomputes = plan.activations.way == "recompute" or (mesh.pp > 1 and pipe.recompute_interval > 0)
     sizes = mesh.pp, world // mesh.model_size, mesh.sp, mesh.tp
@@ -128,7 +128,7 @@ def layout_of(plan: Plan, world: int) -> MeshLayout:
 
 
 def decoder_of(model: torch.nn.Module, length: int, batch: int, heads: int | None) -> Model:
-    """The sizes of a decoder for the layouts' model. Raises ValueError if it has no repeated blocks or its heads are not known."""
+    """The sizes of a decoder for the layout model. Raises ValueError without repeated blocks, or if the heads are unknown."""
     import torch
 
     from slipstream.zero.wrap import repeated_blocks
@@ -161,13 +161,13 @@ def decoder_of(model: torch.nn.Module, length: int, batch: int, heads: int | Non
 
 
 def cost_of(model: Model, cluster: Cluster, layout: MeshLayout) -> LayoutCost:
-    """The time and memory of a step. Raises ValueError if the stages are more than the blocks."""
+    """The time and memory of a step. Raises ValueError if there are more stages than blocks."""
     p, d, s, t, zero, schedule, b, recompute, chunks = layout
     if p * chunks > model.blocks:
         raise ValueError(f"the model has {model.blocks} blocks, fewer than the stages of pp {p} with {chunks} on each rank")
     micros = model.batch // (d * b)
     tokens = b * model.length / s
-    table = model.other_params / 2  # the head, and the embeddings, which are looked up
+    table = model.other_params / 2  # the head; the other half is embeddings, which are looked up
     per_rank, head_at = _blocks_of(model.blocks, model.block_params, table, p, chunks, schedule)
     per_block = 6 * tokens * (model.block_params / t + model.length * model.width / t)
     work = max(per_block * count + 6 * tokens * table / t * (i == head_at) for i, count in enumerate(per_rank))
@@ -180,14 +180,14 @@ def cost_of(model: Model, cluster: Cluster, layout: MeshLayout) -> LayoutCost:
     turns = _turns(p, micros, schedule, chunks) if p > 1 else micros
     wire = cluster.link(d * s * t, p)
     sent = hidden / t if wire < cluster.inside else hidden  # between hosts, tp ranks send shares
-    hops = 2 * (p * chunks - 1) * sent / wire if p > 1 else 0.0  # of the first and the last micro-batch
+    hops = 2 * (p * chunks - 1) * sent / wire if p > 1 else 0.0  # for the first and the last micro-batch
     tables = [table * ((i == 0) + (i == head_at)) for i in range(p)]
     owned = [(count * model.block_params + extra) / t for count, extra in zip(per_rank, tables, strict=True)]
     own = max(owned)
     passes = 2 if zero < 3 else 2 * micros + 1 if p > 1 else 3 * micros
     moved = passes * (d * s - 1) / (d * s) * own * cluster.element
     dp = moved / cluster.link(t, d * s)
-    behind = stage * (micros if zero == 3 else 2 / 3)  # gathers: all computing; a reduction: the last micro-batch's backward
+    behind = stage * (micros if zero == 3 else 2 / 3)  # hides gathers, or a reduction (the last backward)
     dp = max(dp / (blocks + 1), dp - behind)
     shards = d * s
     sharded = {0: 0, 1: cluster.state - 4, 2: cluster.state - 2, 3: cluster.state}[zero]
@@ -203,7 +203,7 @@ def cost_of(model: Model, cluster: Cluster, layout: MeshLayout) -> LayoutCost:
 
 @functools.cache
 def _blocks_of(blocks: int, params: int, head: float, p: int, chunks: int, schedule: str) -> tuple[list[int], int]:
-    """The blocks of each rank if stages differ as little as they can, where the head counts to the last; and the head's rank."""
+    """The number of blocks of each rank, with stages as equal as possible, where the head counts to the last; the head's rank."""
     stages = p * chunks
     ranks = [rank_of(p, Style(schedule), stage) for stage in range(stages)]
 
@@ -243,7 +243,7 @@ def layouts(model: Model, cluster: Cluster, schedules: Sequence[str] = ("1f1b", 
 
 
 def ranked(model: Model, cluster: Cluster) -> list[tuple[MeshLayout, LayoutCost]]:
-    """The layouts that fit the memory, fastest first; of each set of axes and ZeRO stage the best one."""
+    """The layouts that fit the memory, fastest first; only the best one for each set of axes and ZeRO stage."""
     best: dict[tuple[int, ...], tuple[MeshLayout, LayoutCost]] = {}
     for layout in layouts(model, cluster):
         cost = cost_of(model, cluster, layout)
@@ -254,7 +254,7 @@ def ranked(model: Model, cluster: Cluster) -> list[tuple[MeshLayout, LayoutCost]
 
 
 def efficiency(model: Model, cluster: Cluster, cost: LayoutCost) -> float:
-    """The share of the ranks' arithmetic that the model's products need (without recomputation)."""
+    """The share of the ranks' arithmetic that the model's products use (without recomputation)."""
     tokens = model.batch * model.length
     needed = 6 * tokens * (model.num_params - model.other_params / 2 + model.blocks * model.length * model.width)
     return needed / (cluster.flops * cluster.ranks * cost.seconds)
@@ -283,7 +283,7 @@ def scaling_table(model: Model, cluster: Cluster, rows: Sequence[tuple[Cluster, 
 
 
 def table(model: Model, cluster: Cluster, ranking: Sequence[tuple[MeshLayout, LayoutCost]], most: int = 8) -> str:
-    """The best layouts with the parts of their time."""
+    """The best layouts, with the parts of their time."""
     if not ranking:
         return (
             f"no layout of {cluster.ranks} ranks fits {cluster.memory / 1e9:.1f} GB a rank: add ranks, or offload states "
@@ -316,7 +316,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def settings(layout: MeshLayout) -> dict[str, object]:
-    """The config keys of a layout."""
     mesh = {name: size for name, size in (("pp", layout.pp), ("sp", layout.sp), ("tp", layout.tp)) if size > 1}
     own: dict[str, object] = {"mesh": mesh} if mesh else {}
     chosen: dict[str, object] = {"schedule": layout.schedule} if layout.schedule != "1f1b" else {}

@@ -1,11 +1,11 @@
-"""Mail between the stages of a pipeline: trees of tensors, in order for each key, whatever the order between keys.
+"""Mail between the stages of a pipeline: trees of tensors, in order for each key, in any order between keys.
 
 key   (kind, stage): "F" for activations and "B" for their gradients, and the receiving stage
 tree  nested tuples, lists and dicts of tensors, None, numbers and strings. Shapes may change from message to message
 
 SharedMail   ranks of one host, over shared memory
 GroupMail    torch.distributed; PairMail between GPUs
-MailByShares over another mail: what several ranks would all send travels once, and each sends a share of it
+MailByShares around another mail: a tree that several ranks would all send travels once, and each of them sends a share of it
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Key = tuple[str, int]
 Route = tuple[Key, int, int]  # key, source, target: places on the axis
 
 _SLICE = 0.25  # seconds: how long a wait sleeps between checks for failed peers
-_TAGS = 1 << 16  # of one key: a message has no more tensors
+_TAGS = 1 << 16  # tags per key, the largest number of tensors in a message
 _PAGE = 4096
-_WORDS = 8  # of a slot in shared memory: number of the segment, its descriptor and bytes, bytes of the header
+_WORDS = 8  # int64 words of a slot in shared memory: the segment's number, descriptor and bytes; the header's bytes
 
 
 class Mail(ABC):
@@ -53,15 +53,15 @@ class Mail(ABC):
 
     @abstractmethod
     def send(self, key: Key, to: int, tree: Any) -> None:
-        """Send a tree to the place `to` on the axis. Its tensors may be written again after `flush`."""
+        """Send a tree to the `to`-th rank of the axis. Its tensors may be overwritten after `flush`."""
 
     @abstractmethod
     def receive(self, key: Key, source: int) -> Any:
-        """The next tree of `key`. Tensors that required a gradient are leaves that require one."""
+        """The next tree of `key`. Tensors that required a gradient on the sender are leaves that require one."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait until what was sent has left this rank."""
+        """Wait until all sent trees have left this rank."""
 
     @abstractmethod
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Mail(ABC):
 
 
 class _Form(NamedTuple):
-    """A tensor of a message, in place of it in the tree."""
+    """Replaces a tensor of a message in the tree."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -77,7 +77,7 @@ class _Form(NamedTuple):
 
 
 def _mapped(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """The tree with `change` of each item of this kind; torch's tree_map takes several times as long, and mail is frequent."""
+    """The tree with `change` applied to each item of `kind`; torch's tree_map is several times slower, and mail is frequent."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, dict):
@@ -159,7 +159,7 @@ class GroupMail(Mail):
             raise self.watch.lost(error) from error
 
     def _await(self, future: Future[None], name: str, rank: int | None = None) -> None:
-        """Wait for a waiting thread: a wait of gloo's that times out closes the connection, so it cannot be cut into slices."""
+        """Wait for a waiting thread: a gloo wait that times out closes the connection, so it cannot be cut into slices."""
         since = time.monotonic()
         with self.watch.waiting(name):
             while not wait([future], _SLICE).done:
@@ -181,17 +181,17 @@ class GroupMail(Mail):
 
 
 class PairMail(GroupMail):
-    """Between GPUs: headers go through the hosts, tensors over a process group of its own for each key.
+    """Between GPUs: headers go through the hosts, tensors over a separate process group for each key.
 
-    [Note: A group for each key] NCCL has no tags and matches the messages of two ranks in their order. On one group, two ranks that
-    send to each other would each wait until the other receives. A key goes one way, and is received in the order in which it is
+    [Note: A group for each key] NCCL has no tags and matches the messages of two ranks in order. On one group, two ranks that send
+    to each other would each wait until the other receives. A key goes in one direction and is received in the order in which it is
     sent, whatever the schedule.
     """
 
     def __init__(self, axis: Axis, device: torch.device, watch: Watch, keys: Sequence[Route], backend: str = "nccl") -> None:
         super().__init__(axis, device, watch, keys)
         self.groups: dict[Key, dist.ProcessGroup] = {}
-        self.on_the_way: list[tuple[Any, Tensor]] = []  # sends, with the memory that they read
+        self.on_the_way: list[tuple[Any, Tensor]] = []  # sends in flight, with the memory that they read
         for key, source, target in sorted(keys):
             if axis.index in (source, target):
                 self.groups[key] = _group_of(key, axis.ranks[source], axis.ranks[target], backend)
@@ -218,8 +218,8 @@ class PairMail(GroupMail):
         self.on_the_way.clear()
 
 
-# Groups of pairs last as long as torch keeps them, to destroy_process_group(): it gives a pair's next group the name of one that
-# was destroyed, and the ranks of that would read the old addresses
+# torch keeps groups of pairs until destroy_process_group(), so these live as long: torch would give a pair's next group the name of
+# a destroyed one, and the pair's ranks would read the old addresses
 _GROUPS: weakref.WeakValueDictionary[tuple[Key, int, int, str], dist.ProcessGroup] = weakref.WeakValueDictionary()
 
 
@@ -233,7 +233,7 @@ def _group_of(key: Key, source: int, target: int, backend: str) -> dist.ProcessG
 
 
 class _Waiter:
-    """A thread that waits for operations in order, and keeps their memory until then."""
+    """A thread that waits for operations in order, and keeps their memory alive until then."""
 
     def __init__(self) -> None:
         self.works: SimpleQueue[tuple[Any, Tensor, Future[None]] | None] = SimpleQueue()
@@ -255,16 +255,16 @@ class _Waiter:
                 future.set_exception(error)
 
     def close(self, patience: float = _SLICE) -> None:
-        """End the thread; one that still waits for a lost rank after `patience` seconds ends with the process."""
+        """End the thread. If it still waits for a lost rank after `patience` seconds, it ends with the process."""
         self.works.put(None)
         self.thread.join(patience)
 
 
 class SharedMail(Mail):
-    """Shared memory: each message is written once, into a segment of the sender's, and copied out by the receiver.
+    """Shared memory: each message is written once, into a segment of the sender, and copied out by the receiver.
 
-    [Note: Segments that grow] Each key has a ring of slots. A slot's words tell the receiver the segment's descriptor and size. The
-    sender replaces a segment that is too small after the receiver has read its last message, and the receiver maps the new one.
+    [Note: Segments that grow] Each key has a ring of slots. A slot's words give the receiver the segment's descriptor and size. The
+    sender replaces a segment that is too small once the receiver has read its last message, and the receiver maps the new one.
     """
 
     def __init__(self, comm: SharedComm, routes: Sequence[Route], slots: int) -> None:
@@ -274,8 +274,8 @@ class SharedMail(Mail):
         self.rings = {key: [next(buffers) for _ in range(slots)] for key, _, _ in sorted(routes)}
         self.sent, self.received = dict.fromkeys(self.rings, 0), dict.fromkeys(self.rings, 0)
         self.targets = {key: target for key, source, target in routes if source == self.axis.index}  # of this rank's messages
-        self.segments: dict[tuple[Key, int], tuple[int, Tensor]] = {}  # of this rank's messages: descriptor, memory
-        self.mapped: dict[tuple[Key, int], tuple[int, Tensor]] = {}  # of others': (number of the segment, memory)
+        self.segments: dict[tuple[Key, int], tuple[int, Tensor]] = {}  # for this rank's messages: (descriptor, memory)
+        self.mapped: dict[tuple[Key, int], tuple[int, Tensor]] = {}  # for others' messages: (number of the segment, memory)
         self.heads: dict[Key, tuple[bytes, Any]] = {}  # the last header received, and its tree
         self.made = 0
 
@@ -297,7 +297,7 @@ class SharedMail(Mail):
         self.comm.post(buffer)
 
     def _segment(self, place: tuple[Key, int], nbytes: int, words: Tensor) -> Tensor:
-        """The memory of a slot, with room for `nbytes`; `words` tell the receiver of a new one."""
+        """The memory of a slot, with room for `nbytes`; `words` announce a new one to the receiver."""
         fd, memory = self.segments.get(place, (None, words.new_empty(0)))
         if memory.numel() < nbytes:
             if fd is not None:
@@ -334,7 +334,7 @@ class SharedMail(Mail):
         return _unpack(tree, tensors)
 
     def flush(self) -> None:
-        """Wait until all messages have been read: their segments go with this rank."""
+        """Wait until all messages have been read: their segments disappear with this rank."""
         for key, to in self.targets.items():
             for buffer in self.rings[key]:
                 self.comm.wait_read(buffer, to, buffer.posted, f"mail to be read by rank {self.axis.ranks[to]} (to stage {key[1]})")
@@ -348,17 +348,17 @@ class SharedMail(Mail):
 
 
 class MailByShares(Mail):
-    """Mail of trees that the ranks of another axis (tp) have alike: each sends a share of every tensor, and receivers gather them.
-
-    So a tree travels between stages once, not once for each of these ranks.
+    """Mail of trees that are equal on the ranks of another axis (tp): each rank sends a share of every tensor, and receivers
+    gather. So a tree travels between stages once, not once for each of these ranks.
 
     [Note: Alike] Ranks between the slices of layers (a stage that ends behind a column layer) have different trees, and only the
-    trees tell: gradients of a zero-initialized layer, or outputs before a dropout begins, are alike at first. So every message is
-    compared over the axis, by a checksum; from the first that differs, all of the key go whole. Messages say which they are.
+    trees show it. Even these may be equal at first: gradients of a zero-initialized layer, or outputs before a dropout begins. So
+    every message is compared over the axis, by a checksum; after the first difference, all messages of the key are sent whole. A
+    message states which it is.
     """
 
     def __init__(self, inner: Mail, exchange: Exchange, kinds: Sequence[str]) -> None:
-        """kinds: of the keys whose messages are shared; others go whole. Collective over the axis of `exchange`."""
+        """kinds: of the keys whose messages are shared; others are sent whole. Collective over the axis of `exchange`."""
         super().__init__(inner.axis)
         self.inner, self.exchange, self.kinds = inner, exchange, tuple(kinds)
         self.differing = set[Key]()
@@ -421,13 +421,13 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """A number of the bytes of a contiguous tensor and of their places: on a GPU without a copy to the host."""
+    """A checksum of a contiguous tensor's bytes and their positions, on a GPU without a copy to the host."""
     flat = _bytes_of(tensor)
     return sum_of_places(flat) if flat.is_cuda else torch.tensor(zlib.crc32(flat.numpy().data))
 
 
 def sum_of_places(flat: Tensor) -> Tensor:
-    """Of bytes: the sum of their words, each times an odd number of its place, which wraps around."""
+    """For bytes: the sum of their words, each times an odd number that depends on its position; it wraps around."""
     aligned = flat.clone() if flat.storage_offset() % 8 else flat
     words = aligned.view(torch.int64) if flat.numel() % 8 == 0 else flat.long()
     places = torch.arange(words.numel(), device=words.device).mul_(0x5851F42D4C957F2D).bitwise_or_(1)
@@ -439,10 +439,10 @@ def _aligned(nbytes: int) -> int:
 
 
 def connect_mail(axis: Axis, device: torch.device, transport: str, watch: Watch, routes: Sequence[Route], slots: int) -> Mail:
-    """Make the mail of one axis, as `connect_axis` chooses the transport. Collective over the axis."""
+    """Make the mail of one axis, with the transport that `connect_axis` chooses. Collective over the axis."""
     comm = connect_axis(axis, device, transport, watch)
     if isinstance(comm, SharedComm):
         return SharedMail(comm, routes, slots)
-    # NCCL refuses two ranks on one device: such ranks meet by gloo (world/join.py), and so does their mail
+    # NCCL refuses two ranks on one device: such ranks communicate by gloo (world/join.py), and so does their mail
     between_gpus = device.type == "cuda" and transport != "gloo" and "nccl" in str(dist.get_backend())
     return (PairMail if between_gpus else GroupMail)(axis, device, watch, routes)

@@ -1,11 +1,11 @@
 """`PipelineModule`: a model as a list of layers, of which a rank builds only those of its stages.
 
 stage  consecutive layers; with several stages on each rank (interleaved pipelines) also called a virtual stage
-chunk  one stage as a module: called with what the stage before returned. Its parameters are those of the `PipelineModule`
-tied   parameters that several stages have: one value, and the sum of the stages' gradients
+chunk  one stage as a module, called with the previous stage's output. Its parameters are those of the `PipelineModule`
+tied   parameters that several stages hold: one value, and the sum of the stages' gradients
 
 Parameters have the names of the unsplit model: `3.weight` in layer 3, and `tied_modules.KEY.weight` in the module that the layers
-with this key share. What a layer returns is the only argument of the next one, tuples included.
+with this key share. A layer's output is the only argument of the next layer, even if it is a tuple.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class PipelineError(Exception):
-    """A call that a pipeline does not have."""
+    """A call that pipelines do not support."""
 
 
 class Tied(NamedTuple):
-    """One parameter that several stages have. The first place is where a checkpoint has it, and whose value counts."""
+    """One parameter that several stages hold. Checkpoints store the first place, and its value counts."""
 
     key: str  # its name in the unsplit model
     places: tuple[tuple[int, str], ...]  # (stage, its name there), ascending
@@ -44,7 +44,7 @@ class Tied(NamedTuple):
 class PipelineModule(nn.Module):
     """A model for pipeline parallelism, from a sequence of `LayerSpec`s, modules and functions, or an `nn.Sequential`.
 
-    num_stages     the number of pipeline ranks, unless `topology` (its axis pipe) says it
+    num_stages     the number of pipeline ranks, unless `topology` states it (axis pipe)
     topology       the places of the ranks; on its axis model, the layers are those of slipstream.parallel, or your own with
                    Megatron's marks
     loss_fn        called as loss_fn(outputs, labels); without it, the last layer's output is the loss
@@ -55,17 +55,17 @@ class PipelineModule(nn.Module):
                    `checkpointable_layers`, only blocks of these classes are
     dynamic_shape  has no effect: shapes may change from micro-batch to micro-batch
     num_chunks     stages on each rank; rank r has the stages r, r + num_stages, ...
-    stages         the stages to build here, in place of those of this rank
-    parts          the bounds of the stages, in place of `partition_method`
+    stages         the stages to build here, instead of this rank's
+    parts          the bounds of the stages, instead of `partition_method`
 
-    Modules that are passed as layers of other stages are not kept. Raises RuntimeError if the number of ranks is no multiple of
+    Modules passed as layers of other stages are not kept. Raises RuntimeError if the number of ranks is not a multiple of
     `num_stages`, and NotImplementedError for an unknown `partition_method`.
     """
 
     is_v = False  # whether the stages come back from the last rank to the first
     reads_everywhere = False  # whether stages between the first and the last need the batch
     _chunks: dict[int, LayerChunk]
-    curr_layer: int  # that runs, or ran last
+    curr_layer: int  # the layer that runs, or ran last
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class PipelineModule(nn.Module):
         self.checkpointable_layers, self.dynamic_shape = checkpointable_layers, dynamic_shape
         self.has_own_topology = topology is not None
         self._topo = topology if topology is not None else _topology(num_stages or 1, alone=stages is not None)
-        self.num_ranks = max(self._topo.get_dim("pipe"), 1)  # of the pipeline
+        self.num_ranks = max(self._topo.get_dim("pipe"), 1)  # along the pipeline
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.stage_id = 0 if stages is not None else int(getattr(self._topo.get_coord(self.global_rank), "pipe", 0))
         self.num_stages = self.num_ranks * num_chunks
@@ -122,13 +122,13 @@ class PipelineModule(nn.Module):
 
     @property
     def _style(self) -> Style:
-        """Of the order in which ranks have stages."""
+        """The style by which stages are assigned to ranks."""
         return Style.V if self.is_v else Style.ONE_F_ONE_B
 
     def _divide(self, specs: list[Any], method: str, parts: Sequence[int] | None, example: Any) -> list[int]:
         if parts is None:
             bounds = [partition(specs, self.num_stages, method, example)]
-            if method.lower() == "profile" and dist.is_initialized():  # every rank has measured something else
+            if method.lower() == "profile" and dist.is_initialized():  # measurements differ between ranks
                 dist.broadcast_object_list(bounds)
             return bounds[0]
         rising = list(parts) == sorted(parts)
@@ -144,7 +144,7 @@ class PipelineModule(nn.Module):
         return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
 
     def _build(self, layer_idx: int) -> tuple[str, Any]:
-        """Build one layer, or find the module that it shares; return its path below this module ("" for a function) and itself."""
+        """Build one layer, or find the module that it shares. Returns its path below this module ("" for a function), and it."""
         layer = self._layer_specs[layer_idx]
         if self.seed_layers:
             self.seed_fn(self.base_seed + layer_idx)
@@ -169,7 +169,7 @@ class PipelineModule(nn.Module):
 
     @property
     def tied(self) -> list[Tied]:
-        """The parameters that several stages have, those of this rank's chunks only."""
+        """The parameters in this rank's chunks that several stages hold."""
         ties = []
         for key, module in self.tied_modules.items():
             stages = sorted(self._ties[key])
@@ -178,14 +178,14 @@ class PipelineModule(nn.Module):
         return ties
 
     def refresh(self) -> None:
-        """Let the chunks run the layers that this module has now, after a change of the model."""
+        """Give the chunks this module's current layers, after a change of the model."""
         for chunk in self._chunks.values():
             for i, path in enumerate(chunk.paths):
                 if path in self._modules and chunk._modules[path] is not self._modules[path]:
                     chunk._modules[path] = chunk.funcs[i] = self._modules[path]
 
     def position(self, name: str) -> int:
-        """The place of a parameter's layer in the unsplit model, by which parameters are ordered; tied ones are first."""
+        """The index of a parameter's layer in the unsplit model, by which parameters are ordered; tied ones are first."""
         layer = name.partition(".")[0]
         return int(layer) if layer.isdigit() else -1
 
@@ -193,11 +193,11 @@ class PipelineModule(nn.Module):
         """Called before a micro-batch's backward."""
 
     def inputs(self, batch: Any) -> Any:
-        """The first stage's input, of a micro-batch (inputs, labels)."""
+        """The first stage's input, from a micro-batch (inputs, labels)."""
         return batch[0]
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """The loss of a micro-batch (inputs, labels), of the last stage's output."""
+        """The loss of a micro-batch (inputs, labels), from the last stage's output."""
         return outputs if self.loss_fn is None else self.loss_fn(outputs, batch[1])
 
     def forward(self, forward_input: Any, batch: Any = None, chunk: int = 0) -> Any:
@@ -220,7 +220,7 @@ class PipelineModule(nn.Module):
 
     @cached_property
     def _grid(self) -> PipelineParallelGrid:
-        """Collective on first use, unless an engine has set it."""
+        """The grid of the topology. Collective on first use, unless an engine has set it."""
         return PipelineParallelGrid(self._topo)
 
     topology, mpu, num_pipeline_stages, partitions = map(value_of, ("_topo", "_grid", "num_ranks", "parts"))
@@ -250,7 +250,7 @@ class PipelineModule(nn.Module):
 
     @cached_property
     def tied_comms(self) -> dict[str, dict[str, Any]]:
-        """For each tied module on this rank, with copies on others: ranks, group, weight_attr, module. Collective on first use."""
+        """ranks, group, weight_attr and module of each tied module on this rank with copies on others. Collective on first use."""
         comms = dict[str, dict[str, Any]]()
         for key in sorted(self._ties):
             owners = sorted({rank_of(self.num_ranks, self._style, stage) for stage in self._ties[key]})
@@ -275,11 +275,11 @@ class PipelineModule(nn.Module):
             dist.all_reduce(weight.grad, group=group)
 
     def get_additional_losses(self) -> dict[str, Any] | None:
-        """Losses to report beside the loss, by name; override it."""
+        """Losses to report beside the loss, by name. To be overridden."""
         return None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile each layer for itself."""
+        """Compile each layer separately."""
         for chunk in self._chunks.values():
             for i, func in enumerate(chunk.funcs):
                 if isinstance(func, nn.Module):
@@ -289,10 +289,10 @@ class PipelineModule(nn.Module):
 
 
 class DualPipeVModule(PipelineModule):
-    """A `PipelineModule` of twice as many stages as ranks: rank r of p has the stages r and 2 p - 1 - r.
+    """A `PipelineModule` with twice as many stages as ranks: rank r of p has the stages r and 2 p - 1 - r.
 
-    Rank 0 has the first and the last layer: it loads batches and computes losses, and an embedding and a head that are tied
-    are one module. `overlapped_forward_backward`, of a forward and a backward together, is never called, and a warning says so.
+    Rank 0 has the first and the last layer: it loads batches and computes losses, and a tied embedding and head are one module.
+    `overlapped_forward_backward`, which would run a forward and a backward together, is never called; a warning says so.
     """
 
     is_v = True
@@ -331,7 +331,7 @@ class LayerChunk(nn.Module):
             self.funcs.append(func)
 
     def forward(self, x: Any, batch: Any = None) -> Any:
-        """Run the layers; `batch` is not used, and other kinds of chunks read masks from it."""
+        """Run the layers. `batch` is unused; other kinds of chunks read masks from it."""
         owner = self.owner
         self.micro_offset += 1
         interval = owner.activation_checkpoint_interval if torch.is_grad_enabled() else 0

@@ -1,7 +1,7 @@
 """The user's own model parallelism, by Megatron's contract: an object that knows the groups, and marked parameters.
 
-A parameter with `tensor_model_parallel` or `model_parallel` true is another one on each rank of the model-parallel group: a part of
-the whole along `partition_dim` (default 0). All others are copies: each rank of the group computes the same gradient.
+Each rank of the model-parallel group holds another part, along `partition_dim` (default 0), of a parameter with a true
+`tensor_model_parallel` or `model_parallel`. All others are copies: each rank of the group computes the same gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from slipstream.world.mesh import Axis, Place
 from slipstream.zero.leaves import mark_part, parts_of
 
-_TENSOR = ("tensor_model_parallel", "slice_parallel", "model_parallel")  # the first that an mpu has counts
+_TENSOR = ("tensor_model_parallel", "slice_parallel", "model_parallel")  # the first one that an mpu has counts
 _STAGES = ("pipeline_model_parallel", "pipe_parallel")
 MARKS = ("tensor_model_parallel", "model_parallel")
 
@@ -28,7 +28,7 @@ class MpuLayout(NamedTuple):
 
 
 def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> MpuLayout:
-    """The layout of an mpu, or of DeepSpeed's mesh_param; without model parallelism, an engine for each data-parallel group.
+    """The layout of an mpu, or of DeepSpeed's mesh_param. Without model parallelism, each data-parallel group gets an engine.
 
     Raises ValueError for pipeline stages, and for a mesh_param that is not (data-parallel size, sequence-parallel size).
     """
@@ -50,14 +50,14 @@ def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> MpuLayout:
     if shared > 1:
         if size > 1:
             raise ValueError(f"mpu has {shared} sequence and {size} tensor ranks: pass sizes in slipstream.mesh instead of an mpu")
-        return MpuLayout(None, {"sp": shared})  # of consecutive ranks, as on the mesh
+        return MpuLayout(None, {"sp": shared})  # consecutive ranks, as on the mesh
     return MpuLayout(None, {"tp": size}) if size > 1 else MpuLayout(mpu.get_data_parallel_group(), {})
 
 
 def places_of(mpu: Any) -> Mapping[int, Place] | None:
-    """The places of all ranks by an mpu whose slices are the user's, in row-major order; None: it has none.
+    """The places of all ranks, in row-major order, by an mpu whose layers the user has sliced; None if it has no slices.
 
-    Collective over the world if the mpu has model-parallel groups. Raises ValueError if these are no grid.
+    Collective over the world if the mpu has model-parallel groups. Raises ValueError if the groups do not form a grid.
     """
     if mpu is None or (size := _ask(mpu, _TENSOR, "world_size", 1)) == 1:
         return None
@@ -79,13 +79,13 @@ def places_of(mpu: Any) -> Mapping[int, Place] | None:
 
 
 def tensor_rank(mpu: Any) -> int:
-    """The place of this rank among those with slices of the same layers."""
+    """This rank's index among the ranks that hold slices of the same layers."""
     rank: int = _ask(mpu, _TENSOR, "rank", 0)
     return rank
 
 
 def mark_marked(model: nn.Module, axis: Axis) -> None:
-    """Mark the parameters that Megatron's attributes say to be parts. Raises ValueError if they do not fit."""
+    """Mark the parameters that are parts by Megatron's attributes. Raises ValueError if they do not fit."""
     for name, param in model.named_parameters():
         if any(getattr(param, mark, False) for mark in MARKS) and not parts_of(param):
             dim = max(getattr(param, "partition_dim", 0), 0)  # -1: not set
@@ -96,6 +96,6 @@ def mark_marked(model: nn.Module, axis: Axis) -> None:
 
 
 def _ask(mpu: Any, kinds: tuple[str, ...], what: str, default: int) -> int:
-    """The answer of the first getter that the mpu has."""
+    """The result of the first getter that the mpu has."""
     getters = (getattr(mpu, f"get_{kind}_{what}", None) for kind in kinds)
     return next((getter() for getter in getters if getter is not None), default)

@@ -1,9 +1,9 @@
-"""Sums of sliced layers that run while the rank computes (`tensor_parallel.tp_overlap_comm`); the results have the same bits.
+"""Sums of sliced layers that overlap computing (`tensor_parallel.tp_overlap_comm`), with the same bits.
 
 backward  the sum of a region's input gradients runs while the weight gradients of its column layers are computed
-forward   a row layer's product is computed in chunks of rows: the sum of a chunk runs during the product of the next
+forward   a row layer's product is computed in chunks of rows; the sum of a chunk runs during the next chunk's product
 
-[Note: Order of a backward] Autograd runs the node with the highest sequence number first; a node's number grows with its creation.
+[Note: Order of a backward] Autograd runs the node with the highest sequence number first; numbers grow with the nodes' creation.
 The nodes of a region, with their numbers:
 
     wait      n      x -> x; its backward waits for the sum
@@ -11,11 +11,11 @@ The nodes of a region, with their numbers:
     start     n + 2  x -> entered; its backward starts the sum
     _Product         entered, weight, bias, token -> y; its backward computes the gradient of `entered` only
 
-`_Weight` and `start` get their numbers by `_set_sequence_nr`. With other numbers, sums would overlap less, and have the same
-values. Parameters get their gradients from autograd, so hooks, accumulation and double backward are those of any layer.
+`_set_sequence_nr` gives `_Weight` and `start` these numbers. With other numbers, sums would overlap less and have the same values.
+Parameters get their gradients from autograd, so hooks, accumulation and double backward work as in any layer.
 
-[Note: Rows] Matrix libraries compute a row of a product alike for any number of rows, except for very few: MKL takes another path
-for two. Chunks have at least `_ROWS`.
+[Note: Rows] Matrix libraries compute a row of a product with the same bits for any number of rows, except for very few: MKL takes
+another path for two. Chunks have at least `_ROWS`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_CHUNKS = 8
 
 
 class Region:
-    """One entry into column layers that share an input. `sum` is under way between `start` and `wait`."""
+    """One entry into column layers that share an input. `sum` is in flight between `start` and `wait`."""
 
     __slots__ = ("call", "number", "shape", "sum")
 
@@ -66,7 +66,7 @@ class Region:
 def enter_region(
     x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence[int] | None = None
 ) -> tuple[Tensor, Region | None]:
-    """`enter`, and the region to call `column_product` with; None if `x` needs no gradient."""
+    """`enter`, and the region to pass to `column_product`; None if `x` needs no gradient."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return enter(x, exchange, dim, sizes), None
     region = Region(x, exchange, dim, sizes)
@@ -83,7 +83,7 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, region: Regio
     """`linear(x, weight, bias)`, whose weight gradients are computed while the region's sum runs."""
     if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
         return linear(x, weight, bias)
-    left: list[Tensor] = []  # by the product's backward to that of the weight: input and gradient, both 2D
+    left: list[Tensor] = []  # from the product's backward for the weight's: input and gradient, both 2D
     token = _Weight.apply(weight, bias, left)
     token.grad_fn._set_sequence_nr(region.number)
     y: Tensor = _OverlappedProduct.apply(x, weight, bias, token, left)
@@ -105,7 +105,7 @@ class _Weight(torch.autograd.Function):
 
 
 def _weight_gradient(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
-    """As autograd's backward of `linear` computes it. transposed: the weight is the transpose of a contiguous one."""
+    """Computed like autograd's backward of `linear`. transposed: the weight is the transpose of a contiguous one."""
     return (x.t() @ grad).t() if transposed else grad.t() @ x
 
 
@@ -127,7 +127,7 @@ class _OverlappedProduct(torch.autograd.Function):
 def sum_product(
     x: Tensor, weight: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence[int] | None = None
 ) -> Tensor | None:
-    """`leave(linear(x, weight), exchange, dim, sizes)` in chunks of the first dimension; None if chunks do not gain."""
+    """`leave(linear(x, weight), exchange, dim, sizes)` in chunks of the first dimension; None if chunks do not pay off."""
     rows = math.prod(x.shape[:-1])
     most = rows // _ROWS if dim is None else min(len(x), rows // _ROWS)
     if not exchange.chunk_nbytes or x.dim() < 2 or (dim is not None and dim % x.dim() == 0):

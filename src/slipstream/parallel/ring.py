@@ -1,11 +1,11 @@
-"""Ring attention (arXiv:2310.01889): a rank keeps its queries, and keys and values of all ranks pass by, one share at a time.
+"""Ring attention (arXiv:2310.01889): a rank keeps its queries, while the keys and values of all ranks pass by, one share at a time.
 
-For sequences over more ranks than there are heads, which Ulysses (sequence.py) cannot deal. A step merges the attention to one
-share into a running output by its log-sum-exp; the backward passes keys, values and their gradients around once more, and computes
-the scores again. Scores exist in tiles of queries, so no rank ever has those of a whole share.
+For sequences over more ranks than there are heads, which Ulysses (sequence.py) does not allow. Each step merges the attention to
+one share into a running output by its log-sum-exp. The backward passes keys, values and their gradients around once more, and
+recomputes the scores. Scores exist only in tiles of queries, so no rank ever holds the scores of a whole share.
 
 A rank's tokens may be several spans of the sequence. Under a causal mask, spans r and 2 P - 1 - r of 2 P give each rank the same
-work (Striped Attention, arXiv:2311.09431, deals tokens for the same end).
+work (Striped Attention, arXiv:2311.09431, distributes tokens for the same purpose).
 
 Shapes: b sequences, h query heads, k key heads, s tokens of one rank, d features per head, P ranks.
 """
@@ -22,14 +22,14 @@ from torch import Tensor
 from slipstream.ops.derivatives import once_differentiable
 from slipstream.parallel.exchange import Exchange
 
-_TILES = {"cpu": 1 << 18}  # scores that exist at a time: 1 MB in fp32 stays in a core's cache
-_TILE = 1 << 24  # elsewhere
+_TILES = {"cpu": 1 << 18}  # number of scores at a time: 1 MB in fp32 stays in a core's cache
+_TILE = 1 << 24  # on other devices
 
-Span = tuple[int, int]  # first token, and the one after the last
+Span = tuple[int, int]  # [start, stop) of tokens
 
 
 def deal_spans(length: int, size: int, causal: bool) -> list[list[Span]]:
-    """The spans of each rank: two that balance a causal mask, or one if the sequence does not divide by twice the ranks."""
+    """The spans of each rank: two that balance a causal mask; one if the sequence length is no multiple of twice the ranks."""
     if not causal or length % (2 * size):
         return [[(rank * length // size, (rank + 1) * length // size)] for rank in range(size)]
     step = length // (2 * size)
@@ -37,22 +37,22 @@ def deal_spans(length: int, size: int, causal: bool) -> list[list[Span]]:
 
 
 class Mask(NamedTuple):
-    """What a token may attend to."""
+    """Which tokens a token may attend to."""
 
     spans: Sequence[Sequence[Span]]  # by rank, in the order of its tokens
     causal: bool = True
-    window: int | None = None  # tokens from one to the next that is too far; None: all are near
-    samples: Tensor | None = None  # number of each token's packed sample, [1 or b, P s]
+    window: int | None = None  # distance from which tokens are too far; None: no limit
+    samples: Tensor | None = None  # index of each token's packed sample, [1 or b, P s]
     padding: Tensor | None = None  # False for padding, [b, P s]
 
     def seen(self, queries: Span, keys: Span) -> Span:
-        """Those of the keys to which any of the queries may attend, as far as positions say; may be empty."""
+        """The range of `keys` to which any of the queries may attend, as far as positions decide; may be empty."""
         first = keys[0] if self.window is None else max(keys[0], queries[0] - self.window + 1)
         beyond = 0 if self.causal else keys[1] if self.window is None else self.window - 1  # how far ahead a query sees
         return first, max(first, min(keys[1], queries[1] + beyond))
 
     def tile(self, queries: Span, keys: Span, device: torch.device) -> Tensor | None:
-        """[1 or b, 1, queries, keys]; None: everything."""
+        """The mask of a tile, [1 or b, 1, queries, keys]; None: attend to everything."""
         allowed: Tensor | None = None
         rows = torch.arange(*queries, device=device)[:, None]
         columns = torch.arange(*keys, device=device)[None]
@@ -73,10 +73,10 @@ class Mask(NamedTuple):
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, exchange: Exchange, mask: Mask, scale: float | None = None) -> Tensor:
-    """Return attention to the whole sequence for this rank's tokens, [b, h, s, d].
+    """Return this rank's tokens' attention to the whole sequence, [b, h, s, d].
 
-    query [b, h, s, d], key and value [b, k, s, d]: this rank's tokens, as many on each rank; k divides h. scale: of the scores;
-    default 1 / sqrt(d).
+    query [b, h, s, d], key and value [b, k, s, d]: this rank's tokens, equally many on each rank; k divides h. scale: of the
+    scores, by default 1 / sqrt(d).
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     exchange.agree("attention over shares of {} x {} tokens", query, query.shape[0], query.shape[2])
@@ -85,7 +85,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, exchange: Exchange
 
 
 class _Tile(NamedTuple):
-    """Scores of some queries with some keys: slices of this rank's tokens and of the visiting ones."""
+    """The scores of some queries and keys: slices of this rank's tokens and of the visiting ones."""
 
     queries: slice
     keys: slice
@@ -93,7 +93,7 @@ class _Tile(NamedTuple):
 
 
 def _tiles(mask: Mask, own: int, visitor: int, heads: int, device: torch.device) -> Iterator[_Tile]:
-    """The tiles that rank `own` computes with the keys of rank `visitor`; heads: of all sequences."""
+    """The tiles that rank `own` computes with the keys of rank `visitor`. heads: over all sequences."""
     first = 0
     for start, stop in mask.spans[own]:
         at = 0
@@ -165,18 +165,18 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _finite(log_sum: Tensor) -> Tensor:
-    """Zero for a token that may attend to nothing yet: its exponentials are zero whatever the base."""
+    """Replace -inf by zero, for a token without anything to attend to yet: its exponentials are zero in any case."""
     return log_sum.masked_fill(log_sum == -torch.inf, 0.0)
 
 
 def _scores(query: Tensor, key: Tensor, tile: _Tile, scale: float) -> Tensor:
-    """[b, h, queries, keys] in fp32."""
+    """The scores [b, h, queries, keys] in fp32."""
     scores = _to_heads(query[:, :, tile.queries].float(), key[:, :, tile.keys], transposed=True).mul_(scale)
     return scores if tile.allowed is None else scores.masked_fill_(~tile.allowed, -torch.inf)
 
 
 def _to_heads(rows: Tensor, of_keys: Tensor, transposed: bool = False) -> Tensor:
-    """The product of rows [b, h, n, x] with what each key head has, [b, k, x, y] (or its transpose), in fp32: [b, h, n, y]."""
+    """The product of rows [b, h, n, x] with each key head's [b, k, x, y] (or its transpose), in fp32: [b, h, n, y]."""
     b, h, n, _ = rows.shape
     matrix = of_keys.float()
     grouped = rows.reshape(b, matrix.shape[1], -1, rows.shape[-1])
@@ -184,7 +184,7 @@ def _to_heads(rows: Tensor, of_keys: Tensor, transposed: bool = False) -> Tensor
 
 
 def _to_keys(shares: Tensor, rows: Tensor, key_heads: int) -> Tensor:
-    """Sums over queries: shares [b, h, n, x], rows [b, h, n, d]: [b, k, x, d]."""
+    """Sums over queries: shares [b, h, n, x], rows [b, h, n, d] -> [b, k, x, d]."""
     b = shares.shape[0]
     grouped = shares.reshape(b, key_heads, -1, shares.shape[-1])
     return grouped.transpose(-1, -2) @ rows.reshape(b, key_heads, -1, rows.shape[-1])

@@ -1,4 +1,4 @@
-"""Whether ranks that compute one batch together are given the same one, and draw the same random numbers."""
+"""Check that ranks which compute one batch together get the same batch, and draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ INPUTS = "inputs of its first forward"
 def check_alike(exchange: Exchange, have: str, facts: Mapping[str, int]) -> None:
     """Compare numbers over the ranks of an axis. Collective. Raises ValueError on all of them if one differs.
 
-    Other inputs than a neighbor's would train a model that is none, without an error: each rank computes a part of each sum.
+    With inputs that differ, training would be wrong without an error, because each rank computes a part of each sum.
 
-    have: what of the model or batch the ranks have; facts: the numbers, by what they tell of
+    have: what the ranks share of the model or batch; facts: name -> number
     """
     ranks = exchange.axis.ranks
     rows = exchange.gather(torch.tensor([list(facts.values())], device=exchange.device), 0, [1] * exchange.size).tolist()
@@ -35,7 +35,7 @@ def check_alike(exchange: Exchange, have: str, facts: Mapping[str, int]) -> None
 
 
 def checksum(tensors: Any) -> int:
-    """A number of the values of all tensors in a tree."""
+    """A checksum of the values of all tensors in a tree."""
     crc = 0
     for value in pytree.tree_leaves(tensors):
         if isinstance(value, Tensor):
@@ -44,11 +44,11 @@ def checksum(tensors: Any) -> int:
 
 
 def check_first_inputs(model: nn.Module, exchange: Exchange, draws: bool) -> None:
-    """Compare the inputs of the next forward over the ranks that slice its layers, once. draws: and their random states."""
+    """Compare the inputs of the next forward, once, over the ranks that slice the layers. draws: compare random states, too."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()
-        if hasattr(module, "num_stages"):  # in a pipeline, floats are what the stage before sent
+        if hasattr(module, "num_stages"):  # in a pipeline, floats come from the previous stage
             args, kwargs = pytree.tree_map_only(Tensor, lambda x: None if x.is_floating_point() else x, (args, kwargs))
         facts = {INPUTS: checksum((args, kwargs)), "state of its random generator": checksum(torch.get_rng_state()) if draws else 0}
         check_alike(exchange, "slices of the same layers", facts)

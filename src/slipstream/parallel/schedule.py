@@ -1,6 +1,6 @@
 """Pipeline schedules as data, from one simulation of a step. Pure: no torch, no processes.
 
-rank    a place on the pipeline axis, 0..p-1
+rank    an index on the pipeline axis, 0..p-1
 stage   consecutive layers; p v stages in the order of the model
 chunk   a stage by its number on its rank, 0..v-1: `schedule.stage_of(rank, chunk)`
 action  one computation of a chunk on a micro-batch: F forward; B backward; or in two parts, I the gradient of the input and,
@@ -13,8 +13,8 @@ An executor of one rank:
         ...compute; message.source == rank: the message is in memory...
         message = schedule.sends(rank, action)     # None: nothing to send
 
-Senders may wait for a free buffer: one more than there are stages, for each (kind, stage) of messages, is enough. Every style runs
-the backwards (B or W) of a chunk in ascending micro-batch order, so gradients accumulate to the same bits in each of them.
+Senders may wait for a free buffer: for each (kind, stage) of messages, one more buffer than there are stages is enough. Every style
+runs the backwards (B or W) of a chunk in ascending micro-batch order, so gradients accumulate to the same bits in every style.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Style(StrEnum):
     ZERO_BUBBLE  (p-1)/(3 v m+p-1) if p divides m or v is 1; at most p activations (Qi et al. 2023, ZB-H1)
     V            (p-1)/(6 m+p-1); at most p activations. Rank r has stages r and 2p-1-r (Qi et al. 2024, ZB-V)
 
-    from m = p micro-batches on. One activation is what all chunks of a rank keep of a micro-batch.
+    for m >= p micro-batches. One activation is what all chunks of a rank keep of a micro-batch.
     """
 
     GPIPE = "gpipe"
@@ -58,7 +58,7 @@ class Style(StrEnum):
 
 
 def style_of(schedule: str, chunks: int) -> Style:
-    """The style of a schedule of the config: 1f1b of several stages on each rank is interleaved."""
+    """The style of the config's schedule: 1f1b with several stages on each rank is interleaved."""
     return Style.INTERLEAVED if schedule == Style.ONE_F_ONE_B and chunks > 1 else Style(schedule)
 
 
@@ -69,11 +69,11 @@ _CHUNKS = {
     Style.ZERO_BUBBLE: (1, None),
     Style.V: (2, 2),
 }
-_KEEPS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}  # activations
-_SPLIT = (Style.ZERO_BUBBLE, Style.V)  # I and W in place of B
+_KEEPS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}  # change in the number of kept activations
+_SPLIT = (Style.ZERO_BUBBLE, Style.V)  # these have I and W instead of B
 
-# When a rank runs a W before its next F or I: (if it fits into this share of the wait, if more than the rank's number are left).
-# Also when it may not keep another activation. The best rule depends on the costs: each is simulated
+# When a rank runs a W before its next F or I: (if it fits into this share of the wait, if more W than the rank's number are left).
+# Also if it may not keep another activation. The best rule depends on the costs, so each rule is simulated
 _WEIGHT_RULES = ((1.0, False), (0.75, False), (0.5, False), (0.25, False), (0.0, False), (1.0, True))
 
 
@@ -127,7 +127,7 @@ class Schedule:
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Per rank, in order."""
+        """The actions per rank, in order."""
         return tuple(tuple(span.action for span in row) for row in self.spans)
 
     @cached_property
@@ -137,20 +137,20 @@ class Schedule:
 
     @cached_property
     def idle(self) -> float:
-        """The share of all ranks' time in which they wait."""
+        """The fraction of all ranks' time spent waiting."""
         busy = math.fsum(span.stop - span.start for row in self.spans for span in row)
         return 1 - busy / (self.num_ranks * self.makespan)
 
     @cached_property
     def never_waits(self) -> bool:
-        """The rank that ends last computes from its first action on: no order with these first actions is faster."""
+        """Whether the rank that ends last computes without a gap from its first action on: then no such order is faster."""
         last = max(self.spans, key=lambda row: row[-1].stop)
         waits = last[-1].stop - last[0].start - math.fsum(span.stop - span.start for span in last)
         return waits <= 1e-9 * self.makespan
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """The most activations that each rank keeps, in activations of all of its chunks. One is kept from F until B or W."""
+        """Each rank's maximum of kept activations, in activations of all of its chunks. One is kept from F until B or W."""
         return tuple(_peak(row) / self.num_chunks for row in self.actions)
 
     def stage_of(self, rank: int, chunk: int) -> int:
@@ -165,7 +165,7 @@ class Schedule:
         return self._message(Kind.FORWARD if action.kind == Kind.FORWARD else Kind.BACKWARD, stage, action)
 
     def sends(self, rank: int, action: Action) -> StageMessage | None:
-        """The message that an action's result is."""
+        """The message that carries an action's result; None if there is none."""
         stage = self.stage_of(rank, action.chunk)
         if action.kind == Kind.FORWARD:
             return self._message(Kind.FORWARD, stage + 1, action)
@@ -185,7 +185,6 @@ def stage_of(num_ranks: int, style: Style | str, rank: int, chunk: int) -> int:
 
 
 def stages_of(num_ranks: int, style: Style | str, rank: int, num_chunks: int) -> tuple[int, ...]:
-    """The stages of a rank, ascending."""
     return tuple(stage_of(num_ranks, style, rank, chunk) for chunk in range(num_chunks))
 
 
@@ -212,8 +211,8 @@ def simulate(
     hop           seconds of a message between two ranks
     forward_only  evaluation: forwards in the order of the style, as early as possible
 
-    All ranks have to pass the same arguments, costs included: the order depends on them. Raises ValueError for a style or numbers
-    that do not fit.
+    All ranks have to pass the same arguments, costs included, because the order depends on them. Raises ValueError for an unknown
+    style or numbers that do not fit.
     """
     style, v = _checked(num_ranks, num_micro, style, chunks)
     per_stage = [costs] * (num_ranks * v) if isinstance(costs, Costs) else [Costs(*each) for each in costs]
@@ -223,7 +222,7 @@ def simulate(
             f"({num_ranks} ranks x {v} chunks)"
         )
     orders = [_order(rank, num_ranks, num_micro, style, v, forward_only) for rank in range(num_ranks)]
-    least = 1e-9 * max(map(max, per_stage)) or 1e-9  # each action takes time, so the order of stops is one of dependencies
+    least = 1e-9 * max(map(max, per_stage)) or 1e-9  # each action takes time, so that sorting by stop time respects dependencies
     seconds = [{kind: max(least, value) for kind, value in _seconds(each).items()} for each in per_stage]
     splits = style in _SPLIT and not forward_only
     schedules = []
@@ -257,9 +256,9 @@ def _checked(num_ranks: int, num_micro: int, style: Style | str, chunks: int | N
 
 
 def _order(rank: int, p: int, m: int, style: Style, v: int, forward_only: bool) -> list[Action]:
-    """A rank's forwards and backwards, in order. A W is not in the order: `_TimedStep` puts them into gaps.
+    """A rank's forwards and backwards, in order, without W: `_TimedStep` puts these into gaps.
 
-    Two styles are built for m rounded up and without the actions of the additional micro-batches, on which no others depend.
+    Two styles are built for m rounded up, and the additional micro-batches' actions, on which no others depend, are removed.
     """
     if style == Style.V:
         order = _v_order(rank, p, max(m, 2 * p - 1), forward_only)
@@ -271,7 +270,7 @@ def _order(rank: int, p: int, m: int, style: Style, v: int, forward_only: bool) 
 
 
 def _loop_order(rank: int, p: int, m: int, style: Style, v: int, forward_only: bool) -> list[Action]:
-    """Groups of p or more micro-batches go through the chunks in turn: warm-up forwards, then a forward and a backward in turn."""
+    """Groups of p or more micro-batches pass through the chunks: warm-up forwards, then forwards and backwards alternate."""
     back = Kind.INPUT if style in _SPLIT else Kind.BACKWARD
     count = max(1, m // p)
     bounds = [m // count * i + min(i, m % count) for i in range(count + 1)]
@@ -289,7 +288,7 @@ def _loop_order(rank: int, p: int, m: int, style: Style, v: int, forward_only: b
 def _v_order(rank: int, p: int, m: int, forward_only: bool) -> list[Action]:
     """ZB-V of Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), for m >= 2p-1. Lower case: the first chunk.
 
-    The steady state is a forward and a backward of the first chunk, then of the second.
+    The steady state alternates: a forward and a backward of the first chunk, then of the second.
     """
     if forward_only:
         warm_up = 2 * (p - rank) - 1
@@ -307,7 +306,7 @@ def _v_order(rank: int, p: int, m: int, forward_only: bool) -> list[Action]:
 
 
 class _TimedStep:
-    """A simulated step: each rank's order, and the gradients of weights between its actions."""
+    """A simulated step: each rank's order, and the weight gradients (W) that run between its actions."""
 
     def __init__(
         self,
@@ -322,14 +321,14 @@ class _TimedStep:
         self.orders, self.style, self.seconds, self.hop = orders, style, seconds, hop
         self.share, self.follows = share, follows
         self.num_ranks, self.most_kept = len(orders), len(orders) * v
-        self.stops: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, micro) of F, B and I
+        self.stops: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, micro) of F, B and I -> end time
         self.rows: list[list[Span]] = [[] for _ in orders]
         self.free = [0.0] * self.num_ranks
-        self.kept = [0] * self.num_ranks  # chunk activations
+        self.kept = [0] * self.num_ranks  # kept activations of chunks, per rank
         self.weights: list[deque[Action]] = [deque() for _ in orders]  # not run yet, oldest first
 
     def run(self) -> tuple[tuple[Span, ...], ...]:
-        """Advance each rank as far as what it waits for is known, until all are done."""
+        """Advance each rank until its next input is unknown, repeatedly, until all ranks are done."""
         left = [iter(order) for order in self.orders]
         current = [next(actions, None) for actions in left]
         progress = True
@@ -350,7 +349,7 @@ class _TimedStep:
         return stage_of(self.num_ranks, self.style, rank, action.chunk)
 
     def _ready(self, rank: int, action: Action) -> float | None:
-        """When the inputs of an F, B or I are there; None if that is not known yet."""
+        """When the inputs of an F, B or I are available; None if that is not known yet."""
         is_forward, stage = action.kind == Kind.FORWARD, self._stage(rank, action)
         own = 0.0 if is_forward else self.stops.get((True, stage, action.micro))
         other = stage - 1 if is_forward else stage + 1
@@ -360,7 +359,7 @@ class _TimedStep:
         return None if stop is None else max(own, stop + self.hop * (rank_of(self.num_ranks, self.style, other) != rank))
 
     def _fill(self, rank: int, action: Action, ready: float) -> None:
-        """Run the gradients of weights that come before an action which could start at `ready`."""
+        """Run the weight gradients that come before an action that could start at `ready`."""
         weights = self.weights[rank]
         while weights:
             seconds = self.seconds[self._stage(rank, weights[0])][Kind.WEIGHT]

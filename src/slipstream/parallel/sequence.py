@@ -1,7 +1,7 @@
 """Sequence parallelism: each rank of an axis holds a share of every sequence.
 
-Ulysses (arXiv:2309.14509): one all-to-all exchanges shares of the sequence with all heads for the whole sequence with a share of
-the heads, attention runs on the whole sequence, and one all-to-all brings the outputs back.
+Ulysses (arXiv:2309.14509): one all-to-all turns shares of the sequence with all heads into the whole sequence with a share of
+the heads, attention runs on the whole sequence, and another all-to-all turns the outputs back.
 
 Shapes: b sequences, h query heads, s tokens of one rank, d features per head, P ranks.
 """
@@ -26,10 +26,10 @@ class Heads(NamedTuple):
 
 
 def deal_heads(query_heads: int, key_heads: int, size: int, groups: int | None = None) -> list[Heads]:
-    """Deal attention heads to `size` ranks; shares differ by at most one key head.
+    """Distribute attention heads over `size` ranks; shares differ by at most one key head.
 
     With fewer key heads than ranks, shares differ by at most one query head, and each rank that needs a key head gets it.
-    groups: the key heads before they were repeated, whose query heads stay together.
+    groups: the number of key heads before they were repeated; their query heads stay together.
     Raises ValueError if there are fewer query heads than ranks, if the key heads do not divide the query heads, or groups these.
     """
     groups = groups or key_heads
@@ -52,7 +52,7 @@ def deal_heads(query_heads: int, key_heads: int, size: int, groups: int | None =
         keys = [i // group for i in queries]
         distinct = sorted(set(keys))
         uses = {keys.count(key) for key in distinct}
-        dealt.append(Heads(queries, distinct if len(uses) == 1 else keys))  # unequal use: one key per query
+        dealt.append(Heads(queries, distinct if len(uses) == 1 else keys))  # unequal: one key per query
         start = queries.stop
     return dealt
 
@@ -67,8 +67,8 @@ def ulysses_attention(
 ) -> Tensor:
     """Return attention over the whole sequence for this rank's tokens, [b, h, s, d].
 
-    query [b, h, s, d], key and value [b, key heads, s, d]: this rank's tokens, as many on each rank. `attend` is called with this
-    rank's heads of the whole sequence, [b, heads, P s, d], and returns the shape of its query. groups: as in `deal_heads`.
+    query [b, h, s, d], key and value [b, key heads, s, d]: this rank's tokens, equally many on each rank. `attend` is called with
+    this rank's heads of the whole sequence, [b, heads, P s, d], and returns the shape of its query. groups: as in `deal_heads`.
     """
     axis = exchange.axis
     if axis.size == 1:
@@ -96,11 +96,11 @@ def sequence_mean(total: Tensor, count: Tensor, exchange: Exchange, divisor: Ten
 
     total    the sum of this rank's token losses; 0 times the output on a rank without counted tokens, so that it joins the backward
     count    the number of this rank's counted tokens
-    divisor  of the sum of all ranks' losses, in place of the number of their counted tokens
+    divisor  of the sum of all ranks' losses, instead of the number of their counted tokens
 
-    The engine averages gradients over data and sequence ranks, while this mean adds over sequence ranks, so that the backward
-    multiplies by P. With no counted token at all, the loss is 0.
+    The engine averages gradients over data and sequence ranks, while this mean sums over sequence ranks, so the backward multiplies
+    by P. Without any counted token, the loss is 0.
     """
-    both = exchange.sum(torch.stack([total.detach().double(), count.double()]))  # fp64: a count above 256 is none in bf16
+    both = exchange.sum(torch.stack([total.detach().double(), count.double()]))  # fp64: bf16 has no exact counts above 256
     tokens = both[1].clamp(min=1) if divisor is None else divisor
     return dual(total, lambda x: (both[0] / tokens).to(x), lambda grad: (grad * (exchange.axis.size / tokens)).to(grad))

@@ -1,8 +1,8 @@
-"""Cut a model's layers for tensor parallelism: which layers, by whose plan, and at which heads.
+"""Cut a model's layers for tensor parallelism: which layers, by which plan, and at which heads.
 
-The plan of a model is, in this order: our own layers (parallel/tensor.py), the config's `partition_config` and preset, the table
-of this file, and transformers' `tp_plan`. A layer of attention is cut between heads, and a key head stays with its query heads.
-Parameters keep their identity: an optimizer that has them keeps them.
+The plan of a model is the first of: our own layers (parallel/tensor.py), the config's `partition_config` and preset, the table of
+this file, and transformers' `tp_plan`. Attention layers are cut between heads, and a key head stays with its query heads.
+Parameters keep their identity, so optimizers that hold them remain valid.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WANTED = "_slipstream_tp_size"  # attribute of a model
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 _NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _NUM_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
-_WIDTHS = ("all_head_size", "inner_dim", "split_size")  # of all heads of one of query, key and value
+_WIDTHS = ("all_head_size", "inner_dim", "split_size")  # attributes for the width of all heads of query, key or value
 
 
 class Cut(NamedTuple):
@@ -44,7 +44,7 @@ class Cut(NamedTuple):
 
     kind   column, row, vocab (rows of an embedding), heads (columns of an embedding, one per head), partial (whole, with gradients
            that are partial sums), experts (a module of stacked experts), packed (a parameter of these)
-    parts  lengths of the layers that a fused weight consists of, along its cut dimension; each is cut on its own. (3, -1): three
+    parts  lengths of the layers that a fused weight consists of, along its cut dimension; each is cut separately. (3, -1): three
            equal ones
     whole  column: gather the output; row: split a whole input
     """
@@ -60,7 +60,7 @@ class CutSpec(NamedTuple):
     patterns       regular expressions, matched from the beginning of a parameter's name
     shape          parts of a fused weight: [3, -1] three equal ones, [[q, k, v], -1] of these lengths
     partition_dim  the dimension of `shape` that is cut
-    model_types    the values of config.model_type that the entry is for, also of a class that it derives from; none: all
+    model_types    the values of config.model_type that the entry is for, including classes that it derives from; none: all
     gather_output  all ranks get the whole output of a column layer
     grad_allreduce with skip: gradients of the layer are sums over the ranks
     """
@@ -75,7 +75,7 @@ class CutSpec(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """DeepSpeed's `partition_config`. embedding_partition_dim has no effect: tied embeddings are cut like their heads."""
+    """DeepSpeed's `partition_config`. embedding_partition_dim has no effect, because tied embeddings are cut like their heads."""
 
     layer_specs: Sequence[CutSpec] = ()
     use_default_specs: bool = True
@@ -85,7 +85,7 @@ class Partition(NamedTuple):
 
 
 def _partition(raw: Mapping[str, Any] | None) -> Partition:
-    """Read a partition_config. Raises ValueError that names what is unknown or of another type."""
+    """Parse a partition_config. Raises ValueError that names unknown keys and wrong types."""
     block = _checked(Partition, raw or {}, "tensor_parallel.partition_config")
     specs = []
     for i, each in enumerate(block.layer_specs):
@@ -113,7 +113,7 @@ def _checked(kind: Any, raw: Any, where: str) -> Any:
     return kind(**raw)
 
 
-Rules = Sequence[tuple[str, Cut]]  # a pattern of module names, matched at a dot or the beginning, to their end; the first wins
+Rules = Sequence[tuple[str, Cut]]  # patterns match a name from a dot or the beginning to the end; the first match wins
 _COLUMN, _ROW, _HEAD = Cut("column"), Cut("row"), Cut("column", whole=True)
 _FUSED = Cut("column", (3, -1))
 _LLAMA: Rules = (
@@ -132,7 +132,7 @@ _BERT: Rules = (
     (r"attention\.output\.dense|layer\.\d+\.output\.dense", _ROW),
     (r"predictions\.decoder", _HEAD),
 )
-# For models that transformers has no plan for, by `config.model_type`, and the presets of `tensor_parallel.preset_model`.
+# For models without a plan of transformers, by `config.model_type`, and the presets of `tensor_parallel.preset_model`.
 RULES: Mapping[str, Rules] = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
@@ -181,7 +181,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype | None = No
     """Ask for `tp_size` tensor-parallel ranks; `initialize` cuts the model. Returns it, like DeepSpeed's function of this name.
 
     dtype: if passed, the model is cast. config: what `initialize` will get, dict or file. Raises ValueError if its
-    tensor_parallel.autotp_size is another, or if `tp_group`, a process group, has another size, and for other keywords.
+    tensor_parallel.autotp_size differs, if `tp_group`, a process group, has another size, and for other keywords.
     """
     asked = {"config": (load_config(config).get("tensor_parallel") or {}).get("autotp_size") if config is not None else None}
     asked["tp_group"] = dist.get_world_size(group) if (group := kwargs.get("tp_group")) is not None else None
@@ -209,32 +209,32 @@ def has_slices(model: nn.Module) -> bool:
 
 
 def has_plan(model: nn.Module, plan: TensorPlan) -> bool:
-    """Whether layers of a model, other than a head, have rules of its own, not of what its configuration derives from."""
+    """Whether layers of a model, other than a head, have rules of its own type, not of a type that it derives from."""
     rules = [match for match, cut in _rules_of(model, plan, derived=False) if cut.kind != "skip" and cut is not _HEAD]
     return has_slices(model) or any(match(name) for name, _ in model.named_modules() for match in rules)
 
 
 def has_own_cuts(model: nn.Module) -> bool:
-    """Whether a model has layers of experts that are sliced without an entry of the config."""
+    """Whether a model has layers of experts that are sliced without a config entry."""
     return any(isinstance(module, Planned) and module.own_cuts for module in model.modules())
 
 
 def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None:
-    """Cut `model` in place for this rank of `axis`. The caller connects `Slices.exchange`; None: nothing is to be cut.
+    """Cut `model` in place for this rank of `axis`. The caller connects `Slices.exchange`. Returns None if nothing is to be cut.
 
-    Raises ValueError, before any layer is cut, for a model without a plan, a style that is not known, heads that cannot be dealt,
-    or a quantized weight.
+    Raises ValueError, before any layer is cut, for a model without a plan, an unknown style, heads that cannot be distributed, or a
+    quantized weight.
     """
     if axis.size == 1:
         return None
     for name, param in model.named_parameters():
         if any(part.split.axis == "tp" for part in parts_of(param)):
-            return None  # the user's own slicing, of all of the model
+            return None  # the user has sliced the whole model
         if is_quantized(param):
             raise ValueError(_QUANTIZED.format(name))
     cuts = dict(_cuts_of(model, plan))
     slicing = _Slicing(model, axis, plan, cuts)
-    for cut in (False, True):  # first only look
+    for cut in (False, True):  # the first pass only checks
         slicing.run(cut)
     return slicing.slices
 
@@ -263,12 +263,12 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
         _refuse_unmatched(model, rules, own)
     if not own and not matched:
         raise ValueError(f"no pattern of tensor_parallel.partition_config fits a layer of {type(model).__name__}")
-    if dist.get_rank() == 0 and not isinstance(model, PipelineModule):  # whose entries may fit layers of other stages
+    if dist.get_rank() == 0 and not isinstance(model, PipelineModule):  # a pipeline's entries may match layers of other stages
         _warn_of_idle(model, plan)
 
 
 def _cuts_of_layers(model: nn.Module, plan: TensorPlan) -> dict[str, Cut]:
-    """The cuts of sliced layers, and those of layers with a plan of their own that no entry of the config keeps whole."""
+    """The cuts of sliced layers, and of layers with their own plan that no config entry keeps whole."""
     kinds = ((Column, "column"), (Row, "row"), (Vocab, "vocab"))
     skipped = [spec for spec in _own_specs(model, plan) if spec.partition_type == "skip"]
     kept = [_of_parameters(pattern) for spec in skipped for pattern in spec.patterns]
@@ -286,7 +286,7 @@ def _cuts_of_layers(model: nn.Module, plan: TensorPlan) -> dict[str, Cut]:
 
 
 def _warn_of_idle(model: nn.Module, plan: TensorPlan) -> None:
-    """Name the entries of partition_config that fit nothing: their layers stay whole, and beside cut ones the forward may fail."""
+    """Warn of entries of partition_config that match nothing: their layers stay whole, and the forward may fail beside cut ones."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     for spec in _own_specs(model, plan):
         if not any(match(name) for match in map(_of_parameters, spec.patterns) for name in names):
@@ -318,23 +318,23 @@ def _own_specs(model: nn.Module, plan: TensorPlan) -> list[CutSpec]:
 
 
 def model_types(config: Any) -> list[str]:
-    """The model_type of a configuration of transformers, then those of the classes that it derives from; [] of none."""
+    """The model_type of a transformers configuration, then those of the classes that it derives from; [] for other configs."""
     every = (getattr(each, "model_type", None) for each in (config, *type(config).__mro__))
     return list(dict.fromkeys(kind for kind in every if kind))
 
 
 def _rules_of(model: nn.Module, plan: TensorPlan, *, derived: bool = True) -> list[tuple[Callable[[str], Any], Cut]]:
-    """derived: a configuration may have the rules of what it derives from."""
+    """derived: also use the rules of the types that the configuration derives from"""
     kinds = model_types(getattr(model, "config", None))
     partition = _partition(plan.partition)
     rules = [(_of_parameters(pattern), _cut_of(spec)) for spec in _own_specs(model, plan) for pattern in spec.patterns]
     if rules and not partition.use_default_specs:
         return rules + _compiled([(re.escape(name), _HEAD) for name in partition.lm_head_patterns])
-    if plan.preset is not None and plan.preset not in (*RULES, *kinds):  # a model of that kind may have transformers' own plan
+    if plan.preset is not None and plan.preset not in (*RULES, *kinds):  # a model of that type may have a plan of transformers
         known, kind = ", ".join(sorted(RULES)), kinds[0] if kinds else ""
         raise ValueError(f"tensor_parallel.preset_model {plan.preset!r} is none of {known}, nor the model's type, {kind!r}")
     styles = _styles_of(model)
-    inherited = kinds[1:] if derived and not styles else []  # a model's own plan says more than that of what it derives from
+    inherited = kinds[1:] if derived and not styles else []  # a model's own plan takes precedence
     for known_kind in (plan.preset or "", *kinds[:1], *inherited):
         if known_kind in RULES:
             return rules + _compiled(RULES[known_kind])
@@ -348,7 +348,7 @@ def _rules_of(model: nn.Module, plan: TensorPlan, *, derived: bool = True) -> li
 
 
 def _styles_of(model: nn.Module) -> dict[str, str]:
-    """Transformers' plan of a model: the styles of layers, by their names."""
+    """Transformers' plan of a model: layer name -> style."""
     config = getattr(model, "config", None)
     styles: dict[str, str] = {}
     for each in (model, getattr(model, "base_model", None)):
@@ -359,7 +359,7 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
 
 
 def _of_parameters(pattern: str) -> Callable[[str], Any]:
-    """A matcher of modules by a pattern of parameters' names, as DeepSpeed has them."""
+    """A matcher of modules for a pattern of parameter names, as in DeepSpeed."""
     try:
         match = re.compile(pattern).match
     except re.error as error:
@@ -395,15 +395,15 @@ def _compiled(rules: Rules) -> list[tuple[Callable[[str], Any], Cut]]:
 
 
 class _Slicing:
-    """One pass over a model in the order of its modules: checks every cut, or makes it."""
+    """One pass over a model in the order of its modules, which checks every cut or makes it."""
 
     def __init__(self, model: nn.Module, axis: Axis, plan: TensorPlan, cuts: Mapping[str, Cut]) -> None:
         self.model, self.axis, self.plan, self.cuts = model, axis, plan, cuts
         self.slices = Slices(axis, tokens=1 if plan.shares_tokens else None, dropout=_draws(model), overlaps=plan.overlaps)
         self.config = getattr(model, "config", None)
         self.modules = dict(model.named_modules())
-        self.done: set[int] = set()  # parameters that are cut
-        self.attention: str | None = None  # the module of attention whose layers were last
+        self.done: set[int] = set()  # ids of parameters that are cut
+        self.attention: str | None = None  # the attention module whose layers came last
         self.cut = False
 
     def run(self, cut: bool) -> None:
@@ -420,7 +420,7 @@ class _Slicing:
                 getattr(self, f"_{how.kind}")(name, module, how)
         self._tied_embeddings()
         for module in self.modules.values() if cut else ():
-            if isinstance(module, nn.TransformerEncoderLayer):  # in evaluation its fast path reads weights, but not with hooks
+            if isinstance(module, nn.TransformerEncoderLayer):  # its fast path in evaluation reads weights; hooks disable it
                 module.register_forward_pre_hook(lambda *_: None)
         if self.slices.tokens is not None:
             self._share_tokens()
@@ -442,10 +442,10 @@ class _Slicing:
         self, name: str, module: nn.Module, how: Cut, mixin: type[Sliced], dim: int, adapter: str, **attributes: Any
     ) -> Any:
         """Cut dimension `dim` of [out, in] of a layer and its adapter. Returns the layer."""
-        layer: Any = getattr(module, "base_layer", module)  # of a LoRA adapter
+        layer: Any = getattr(module, "base_layer", module)  # inside a LoRA adapter
         _weight(name, layer)
         transposed = is_transposed(layer)
-        length = whole_shape(layer.weight)[1 - dim if transposed else dim]  # a tied weight may have been cut
+        length = whole_shape(layer.weight)[1 - dim if transposed else dim]  # a tied weight may be cut already
         ranges, shares = self._ranges(name, length, how)
         for each in (layer, *adapters_of(module, adapter)):
             flipped = transposed and each is layer
@@ -471,7 +471,7 @@ class _Slicing:
             self._partial(name, layer, how, only="bias")
         if self.cut:
             features = "out_features" if dim == 0 else "in_features"
-            share = 1.0 if dim == 0 or self.axis.index == 0 else 0.0  # the others' gradients come at the same time, as zeros
+            share = 1.0 if dim == 0 or self.axis.index == 0 else 0.0  # other ranks contribute zero gradients at the same time
             vars(layer).update({features: shares[self.axis.index], "share_of_bias": share})
             owner.region = owner.region or StackRegion(self.slices)
 
@@ -508,7 +508,7 @@ class _Slicing:
         dim = param.dim() - (1 if how.kind == "row" or (how.kind == "packed" and how.parts is None) else 2)
         self._part(param, dim, param.shape[dim], self._ranges("", param.shape[dim], how)[0])
 
-    # -- what they are made of --
+    # -- helpers of the kinds --
 
     def _ranges(self, name: str, length: int, how: Cut) -> tuple[Ranges, list[int]]:
         """This rank's ranges of a dimension, and the lengths of all ranks' shares."""
@@ -530,9 +530,9 @@ class _Slicing:
         return ranges, shares
 
     def _dealt_part(self, name: str, length: int, how: Cut) -> list[tuple[int, int]]:
-        """The ranges of all ranks: of whole heads in attention, else even ones."""
+        """All ranks' ranges: whole heads in attention, else even ranges."""
         parent = self.modules.get(name.rpartition(".")[0])
-        if how.whole:  # nothing is computed from a share
+        if how.whole:  # no computation runs on a share
             self.attention = None
         elif parent is not None and any(isinstance(getattr(parent, each, None), int) for each in _HEAD_DIMS):
             self.attention = name.rpartition(".")[0]
@@ -558,7 +558,7 @@ class _Slicing:
         return queries * width
 
     def _dealt(self, name: str) -> tuple[list[Heads], tuple[int, int, int]]:
-        """The heads of all ranks in the attention that has the module, and the numbers of query heads, key heads and features."""
+        """The heads of all ranks in the module's attention, and the numbers of query heads, key heads and features."""
         parent = self.modules[name.rpartition(".")[0]]
         width = next(value for each in _HEAD_DIMS if isinstance(value := getattr(parent, each, None), int))
         config = getattr(parent, "config", self.config)
@@ -581,7 +581,7 @@ class _Slicing:
         return heads, (queries, keys, width)
 
     def _tell(self, parent: nn.Module, config: Any, queries: int, keys: int, width: int, own: Heads) -> None:
-        """Give the attention module the numbers of this rank's heads."""
+        """Set the numbers of this rank's heads on the attention module."""
         if "_slipstream_heads" in vars(parent):
             return
         vars(parent).update(_slipstream_heads=queries, _slipstream_keys=keys)
@@ -605,7 +605,7 @@ class _Slicing:
         with torch.no_grad():
             param.data = take(param.data, dim, ranges)
         param.grad = None
-        different = self.axis.size * length // max(sum(shares), length)  # fewer: several ranks have each key head
+        different = self.axis.size * length // max(sum(shares), length)  # fewer than ranks if several ranks share each key head
         mark_part(param, "tp", different, dim, whole=length, ranges=ranges)
 
     def _become(self, module: nn.Module, mixin: type[Sliced], **attributes: Any) -> None:
@@ -623,7 +623,7 @@ class _Slicing:
         return head is not None and self.modules[name] is head
 
     def _tied_embeddings(self) -> None:
-        """An embedding whose weight is a head that was cut is cut alike."""
+        """Cut an embedding whose weight is a cut head's in the same way."""
         heads = {
             id(getattr(self.modules[name], "weight", None))
             for name, how in self.cuts.items()
@@ -634,7 +634,7 @@ class _Slicing:
                 self._vocab(name, module, Cut("vocab"))
 
     def _check_attention(self, path: str) -> None:
-        """Raise ValueError if the ranks that share tokens would attend to theirs only."""
+        """Raise ValueError if the ranks that share tokens would attend only to their own."""
         parents = [self.modules[name.rpartition(".")[0]] for name in self.cuts if name.startswith(f"{path}.")]
         is_sliced = any(isinstance(getattr(parent, each, None), int) for parent in parents for each in _HEAD_DIMS)
         if hasattr(self.config, "num_attention_heads") and not is_sliced:
@@ -678,17 +678,17 @@ class _Slicing:
 
 
 def scatter_before(block: nn.Module, slices: Slices) -> None:
-    """Let a block, and those that follow, have this rank's share of the tokens."""
+    """Give a block, and those that follow, this rank's share of the tokens."""
     connect_before(block, _first_input(slices.scatter_tokens))
 
 
 def gather_behind(block: nn.Module, slices: Slices) -> None:
-    """Let what follows a block have all tokens again."""
+    """Give everything after a block all tokens again."""
     connect_behind(block, _first_output(slices.gather_tokens))
 
 
 def _all_router_logits(slices: Slices) -> Callable[..., None]:
-    """A hook that gathers the router logits in a model's output, so that its auxiliary loss is that of all tokens."""
+    """A hook that gathers the router logits of a model's output, so that the auxiliary loss covers all tokens."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         logits = getattr(output, "router_logits", None)
@@ -699,13 +699,13 @@ def _all_router_logits(slices: Slices) -> Callable[..., None]:
 
 
 def _is_of_stack(module: nn.Module) -> bool:
-    """Whether it is a linear layer of every expert of a stack."""
+    """Whether the module is a linear layer of every expert of a stack."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, nn.Parameter) and weight.dim() == 3 and is_stack(weight)
 
 
 def is_transposed(layer: Any) -> bool:
-    """Whether it is transformers' Conv1D, whose weight is [in, out]."""
+    """Whether the layer is transformers' Conv1D, whose weight is [in, out]."""
     return not isinstance(layer, nn.Linear) and layer.weight.shape[0] == getattr(layer, "nx", None)
 
 
@@ -725,7 +725,7 @@ def _first(parent: nn.Module, config: Any, names: Sequence[str]) -> int:
 
 
 def _weight(name: str, layer: Any) -> nn.Parameter:
-    """A layer's matrix. Raises ValueError if it has none, or one in codes."""
+    """A layer's matrix. Raises ValueError if it has none, or a quantized one."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
         raise ValueError(f"{name!r} ({type(layer).__name__}) has no matrix to cut; keep it whole (partition_type skip)")
@@ -747,7 +747,7 @@ def adapters_of(module: nn.Module, name: str) -> list[Any]:
 
 
 def _draws(model: nn.Module) -> bool:
-    """Whether a model has dropout anywhere: a module's, or a rate in its config."""
+    """Whether a model has dropout anywhere: a module, or a rate in its config."""
     config = getattr(getattr(model, "config", None), "__dict__", {})
     rates = [value for name, value in config.items() if "drop" in name]
     modules = [getattr(module, "p", 0) for module in model.modules() if "Dropout" in type(module).__name__]
@@ -765,7 +765,7 @@ def _can_deal(queries: int, keys: int, size: int) -> bool:
 
 
 def _own_slopes(heads: int, own: range) -> Callable[..., Any]:
-    """BLOOM's bias of positions, [b x heads, 1, s]: those of this rank's heads."""
+    """BLOOM's position bias, [b x heads, 1, s], restricted to this rank's heads."""
 
     def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         alibi = kwargs["alibi"]
@@ -788,7 +788,7 @@ def _first_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def _around(module: nn.Module, slices: Slices) -> None:
-    """Let a module of stacked experts, called with hidden states, routes and weights of routes, be a region."""
+    """Make a module of stacked experts, called with hidden states, routes and their weights, a region."""
     region = StackRegion(slices)
 
     def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

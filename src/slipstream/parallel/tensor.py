@@ -1,18 +1,18 @@
-"""Tensor parallelism: layers of which each rank of an axis has a share of the weight (Megatron-LM, arXiv:1909.08053).
+"""Tensor parallelism: layers of whose weight each rank of an axis holds a share (Megatron-LM, arXiv:1909.08053).
 
-A layer is built whole and is then an ordinary one; `initialize` cuts it if the mesh has several tp ranks (parallel/slicing.py). Its
+A layer is built whole, as an ordinary layer. `initialize` cuts it if the mesh has several tp ranks (parallel/slicing.py). Its
 parameters are plain local tensors, marked as parts of the whole.
 
 column   the weight's rows: a rank computes a share of the outputs
 row      the weight's columns: a rank takes a share of the inputs; the sum over ranks is the output
 vocab    rows of an embedding: tokens of other ranks count as zeros; the sum over ranks is the output
 
-A column layer, what each rank computes from its share, and a row layer form a region. Its input is alike on all ranks; the
+A column layer, what each rank computes from its share, and a row layer form a region. Its input is equal on all ranks; the
 gradients of its input are summed over ranks, once for all column layers that have the same input.
 
-[Note: Dropout] Inside of a region ranks have different activations and draw different numbers: at its entry, every rank draws a
-seed from the default generator, and adds its index. At its end, the default generator goes on where it was. So recomputation,
-which restores the default generator, restores these too.
+[Note: Dropout] Inside a region, ranks have different activations and must draw different numbers: at its entry, every rank draws a
+seed from the default generator, and adds its index. At its end, the default generator continues from its earlier state. So
+recomputation, which restores the default generator, reproduces these draws, too.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ _SEED_STEP = 2718  # Megatron's distance between the seeds of two ranks
 
 
 class Slices:
-    """What the sliced layers of one model share: the exchange, the current region and its generator.
+    """The state that the sliced layers of one model share: the exchange, the current region and its generator.
 
-    tokens   the dimension along which ranks share the tokens between regions (Megatron's sequence parallelism); None: all have all
+    tokens   the dimension along which ranks share the tokens between regions (Megatron's sequence parallelism); None: not shared
     dropout  whether the model draws random numbers in its forward
-    overlaps whether sums run while the rank computes (parallel/overlap.py)
+    overlaps whether sums overlap computing (parallel/overlap.py)
     """
 
     def __init__(self, axis: Axis, *, tokens: int | None = None, dropout: bool = False, overlaps: bool = False) -> None:
         self.axis, self.tokens, self.dropout, self.overlaps = axis, tokens, dropout, overlaps
         self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it: shapes only
         self.shares: list[int] = []  # tokens of each rank, with `tokens`
-        self._entered: tuple[Any, Tensor] | None = None  # the last input, and what the region's layers compute from
-        self._region: tuple[Any, Region] | None = None  # of the last of these that has overlapped sums
-        self._outside: list[Tensor] | None = None  # the default generators' states, inside of a region
+        self._entered: tuple[Any, Tensor] | None = None  # the last input, and the tensor that the region's layers compute from
+        self._region: tuple[Any, Region] | None = None  # the last such tensor with overlapped sums, and its region
+        self._outside: list[Tensor] | None = None  # inside a region: the default generators' states
 
     def enter(self, x: Tensor) -> Tensor:
-        """Begin a region, or return what the last call with the same tensor returned."""
+        """Begin a region, or return the result of the last call with the same tensor."""
         if self._entered is not None:
             seen, entered = self._entered
             if seen() is x and entered.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
                 return entered
         entered = self._enter(x, *self._shared(x, self.exchange.index))
         self._entered = weakref.ref(x), entered
-        if entered.requires_grad:  # a column layer without a row layer, such as a head, would keep the graph until the next call
+        if entered.requires_grad:  # without a row layer (a head), the graph would be kept until the next call
             entered.register_hook(self._forget_entered)
         self._draw_apart(x.device)
         return entered
 
     def enter_alone(self, x: Tensor) -> Tensor:
-        """Begin a region of one layer, whose output is gathered; nothing in it draws numbers."""
+        """Begin a region of one layer, whose output is gathered; it draws no numbers."""
         return self._enter(x, None, None)
 
     def _enter(self, x: Tensor, dim: int | None, sizes: list[int] | None) -> Tensor:
@@ -74,19 +74,19 @@ class Slices:
         return entered
 
     def region_of(self, entered: Tensor) -> Region | None:
-        """The region with overlapped sums whose input is `entered`; None if there is none."""
+        """The region with overlapped sums whose input is `entered`, or None."""
         return self._region[1] if self._region is not None and self._region[0]() is entered else None
 
     def _forget_entered(self, grad: Tensor) -> None:
         self._entered = None
 
     def leave(self, x: Tensor) -> Tensor:
-        """End a region: the sum of all ranks' `x`."""
+        """End a region: return the sum of all ranks' `x`."""
         self._end()
         return leave(x, self.exchange, *self._shared(x, None))
 
     def leave_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`leave` of the product of `x` and a row layer's weight, in overlapping parts if the transport gains by them."""
+        """`leave` of the product of `x` and a row layer's weight, in overlapping parts if that is faster on the transport."""
         self._end()
         shared = self._shared(x, None)
         y = sum_product(x, weight, self.exchange, *shared)
@@ -98,9 +98,9 @@ class Slices:
             self.draw_alike()
 
     def _shared(self, x: Tensor, rank: int | None) -> tuple[int | None, list[int] | None]:
-        """The dimension of `x` that has a rank's share of the tokens (None: all ranks' tokens), and the lengths of all shares.
+        """The dimension of `x` along which a rank has a share of the tokens (None: it has all), and the lengths of all shares.
 
-        In a matrix, tokens of several sequences follow each other; their order in the region does not matter.
+        In a matrix, the tokens of several sequences follow each other; their order within the region does not matter.
         """
         if self.tokens is None:
             return None, None
@@ -118,7 +118,7 @@ class Slices:
             generator.manual_seed(seed)
 
     def draw_alike(self) -> None:
-        """Continue with the default generators as they were at the beginning of the region."""
+        """Continue with the default generators' states from the beginning of the region."""
         if self._outside is not None:
             for generator, state in zip(generators(self.exchange.device), self._outside, strict=True):
                 generator.set_state(state)
@@ -131,19 +131,19 @@ class Slices:
         return self.tokens
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
-        """This rank's share of the tokens, at the first block."""
+        """This rank's share of the tokens, for the first block."""
         dim = self.token_dim
         self._draw_apart(x.device)
         self.shares = even_shares(x.shape[dim], self.axis.size)
         return scatter_to(x, self.exchange, dim, self.shares)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """All tokens, behind the last block."""
+        """All tokens, after the last block."""
         self.draw_alike()
         return gather_from(x, self.exchange, self.token_dim, self.shares)
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """The rows of all tokens, in the order of the whole batch, from a matrix with a row for each token of this rank."""
+        """The rows of all tokens, in the order of the whole batch, from a matrix with a row for each of this rank's tokens."""
         assert self.tokens in (0, 1), "tokens are not shared along one of the first two dimensions"
         own = self.shares[self.exchange.index]
         shape = (own, -1) if self.tokens == 0 else (-1, own)
@@ -151,9 +151,9 @@ class Slices:
 
 
 class StackRegion:
-    """The region of a module of stacked experts: its output is a partial sum of the ranks.
+    """The region of a module of stacked experts: its output is a partial sum on each rank.
 
-    With shares of the tokens, each rank has routed its own: slices of experts need the tokens and the routes of all.
+    If ranks share the tokens, each rank has routed its own, but slices of experts need the tokens and routes of all ranks.
     """
 
     def __init__(self, slices: Slices) -> None:
@@ -161,7 +161,7 @@ class StackRegion:
         self._sizes: list[int] = []  # tokens of each rank, in this call
 
     def enter(self, values: Sequence[Any]) -> list[Any]:
-        """Tensors with a row for each token, of which floating-point ones get gradients that are sums over the ranks."""
+        """The whole of tensors with a row per token; gradients of floating point ones are summed over the ranks."""
         exchange, shared = self.slices.exchange, self.slices.tokens is not None
         first = next(value for value in values if isinstance(value, Tensor))
         self._sizes = sizes = exchange.lengths(first, 0) if shared else []
@@ -180,11 +180,11 @@ class StackRegion:
         return leave(y, self.slices.exchange, 0 if sizes else None, list(sizes) or None)
 
 
-OwnCuts = Mapping[str, tuple[str, tuple[int, ...] | None]]  # of layers in a module, by name: the kind, the parts of a fused weight
+OwnCuts = Mapping[str, tuple[str, tuple[int, ...] | None]]  # layer name in a module -> (kind, parts of a fused weight)
 
 
 class Planned(nn.Module):
-    """A module that says how layers in it are cut."""
+    """A module that determines how its layers are cut."""
 
     @property
     def own_cuts(self) -> OwnCuts:
@@ -192,13 +192,13 @@ class Planned(nn.Module):
 
 
 class Stacked(Planned):
-    """A module whose layers are stacks of experts'. Slices give it a region; it computes between `enter` and `leave` of it."""
+    """A module whose layers are stacks of experts. Slicing gives it a region, between whose `enter` and `leave` it computes."""
 
     region: StackRegion | None = None
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """The default ones, from which a layer on this device draws."""
+    """The default generators from which a layer on this device draws."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -214,7 +214,7 @@ class Sliced:
     is_transposed = False  # transformers' Conv1D: weight [in, out]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's own forward if its bias is to be added, which may be other than torch's (a cast, say)."""
+        """The product; with the layer's own bias, by its own forward, which may differ from torch's (a cast, for instance)."""
         if bias is self.bias and not self.is_transposed:
             return super().forward(x)  # type: ignore[misc]
         return F.linear(x, self.matrix, bias)
@@ -226,7 +226,7 @@ class Sliced:
         return weight
 
     def is_plain(self, x: Tensor) -> bool:
-        """Whether the product is `F.linear`, and its weight gradient does not wait (parallel/deferred.py)."""
+        """Whether the product is `F.linear` with a weight gradient that is not deferred (parallel/deferred.py)."""
         torchs = self.is_transposed or nn.Linear in type(self).__bases__
         return torchs and "product" not in vars(self) and not torch.is_autocast_enabled(x.device.type)
 
@@ -234,10 +234,10 @@ class Sliced:
 class Column(Sliced):
     """A linear layer whose outputs are shared among the ranks.
 
-    gathers  all ranks get the whole output; `shares` are the numbers of features of each rank, in order of the ranks
+    gathers  all ranks get the whole output; `shares` are the ranks' numbers of features
     """
 
-    enters = True  # False: a module around it has entered the region
+    enters = True  # False if a surrounding module has entered the region
     gathers = False
     shares: Sequence[int] | None = None
 
@@ -274,7 +274,7 @@ class Row(Sliced):
 
 
 class Vocab(Sliced):
-    """An embedding whose rows are shared among the ranks; this one has tokens [first, first + rows)."""
+    """An embedding whose rows are shared among the ranks; this rank has tokens [first, first + rows)."""
 
     first = 0
 
@@ -315,7 +315,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, exchange: Exch
     """The cross entropy of each token, from logits whose vocabulary is shared evenly among the ranks.
 
     logits [..., V of this rank], targets [...] in the whole vocabulary, the same on all ranks. Returns [...] in fp32, the same on
-    all ranks; ignored targets give 0. Three numbers a token are exchanged: the largest logit, the sum of the exponentials, and
+    all ranks; ignored targets give 0. Ranks exchange three numbers per token: the largest logit, the sum of the exponentials, and
     the target's logit (Megatron-LM, section 3 of arXiv:1909.08053).
     """
     loss: Tensor = _CrossEntropy.apply(logits, targets, exchange, ignore_index)
@@ -351,7 +351,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def even_share(length: int, axis: Axis) -> tuple[int, int]:
-    """This rank's [start, stop) of even shares."""
+    """This rank's [start, stop) if shares are even."""
     shares = even_shares(length, axis.size)
     start = sum(shares[: axis.index])
     return start, start + shares[axis.index]

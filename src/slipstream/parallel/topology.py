@@ -1,8 +1,8 @@
 """DeepSpeed's view of the mesh: coordinates of ranks on named axes, and the groups of a pipeline.
 
-`ProcessTopology` is pure. `PipelineParallelGrid` has process groups: those of the engine's `Mesh`, if it is given, else its own. It
-is a Megatron `mpu`: the model-parallel group has the ranks of one replica of the model (pipe x model); Megatron's tensor-parallel
-group is called the slice-parallel group here.
+`ProcessTopology` is pure. `PipelineParallelGrid` has process groups: those of the engine's `Mesh` if given, else its own. It is a
+Megatron `mpu`: its model-parallel group has the ranks of one replica of the model (pipe x model); Megatron's tensor-parallel
+group is called slice-parallel here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ProcessTopology:
         self.mapping: dict[Any, int] = {coord: rank for rank, coord in enumerate(coords)}
 
     def get_rank(self, **coord: int) -> int:
-        """The rank at a coordinate. Raises ValueError unless all axes are given, and inside the grid."""
+        """The rank at a coordinate. Raises ValueError unless all axes are given and the coordinate is in the grid."""
         if len(coord) != len(self.axes):
             raise ValueError(f"get_rank() needs a coordinate for each of the axes {self.axes}, not a slice; use filter_match()")
         key = self.ProcessCoord(**coord)
@@ -52,7 +52,7 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{place:02d}" for axis, place in places if axis not in omitted)
 
     def get_dim(self, axis: str) -> int:
-        """The number of ranks on an axis, 0 for an unknown one."""
+        """The number of ranks on an axis; 0 for an unknown axis."""
         return self.sizes.get(axis, 0)
 
     def get_coord(self, rank: int) -> Any:
@@ -73,7 +73,7 @@ class ProcessTopology:
         return list(groups.values())
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks whose coordinates are the given ones on the given axes."""
+        """The ranks with the given coordinates on the given axes."""
         wanted = filter_kwargs.items()
         return [rank for coord, rank in self.mapping.items() if all(getattr(coord, axis) == place for axis, place in wanted)]
 
@@ -95,14 +95,14 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipelines whose stages are cut over `num_mp` consecutive ranks."""
+    """Pipelines whose stages are sliced over `num_mp` consecutive ranks."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
 
 
 def topology_of(mesh: Any) -> ProcessTopology:
-    """The mesh under DeepSpeed's names. Ranks along the sequence are an axis of their own only if there are several."""
+    """The mesh under DeepSpeed's names. Sequence ranks are an axis of their own only if there are several."""
     names = {"pp": "pipe", "batch": "data", "sp": "sequence", "tp": "model"}
     sizes = {names[axis]: getattr(mesh, axis).size for axis in mesh.order}
     kept = {name: size for name, size in sizes.items() if size > 1 or name in ("pipe", "data")}
@@ -124,16 +124,15 @@ def check_places(topology: ProcessTopology, mesh: Any) -> None:
 
 
 def value_of(name: str) -> Callable[[Any], Any]:
-    """A method that returns an attribute."""
     return lambda self: getattr(self, name)
 
 
 class PipelineParallelGrid:
     """The place of this rank in a topology, with process groups, under the names of Megatron's and DeepSpeed's `mpu`.
 
-    topology       default: the mesh's; without both, prime factors of the number of ranks go to pipe and data in turn
+    topology       default: the mesh's; without either, prime factors of the number of ranks go to pipe and data in turn
     process_group  its ranks are the topology's, in order; default: all ranks
-    mesh           its process groups are used, and only those that it has not are made
+    mesh           its process groups are used, and only missing ones are made
 
     Collective over all ranks, because it makes process groups. Raises ValueError if the topology has another number of ranks.
     """
@@ -173,7 +172,7 @@ class PipelineParallelGrid:
         return self._global(self._topo.get_axis_comm_lists(axis)) or [[rank] for rank in self.ranks]
 
     def _join(self, groups: Sequence[Sequence[int]]) -> tuple[list[int], Any]:
-        """This rank's group of those that `groups` cut the ranks into. Every rank makes the same groups, each once."""
+        """This rank's group among `groups`, which partition the ranks. Every rank makes the same groups, each once."""
         own = next(list(ranks) for ranks in groups if self.global_rank in ranks)
         if dist.is_initialized() and tuple(own) not in self._groups:
             for ranks in groups:
@@ -181,7 +180,7 @@ class PipelineParallelGrid:
         return own, self._groups.get(tuple(own))
 
     def _build_p2p_groups(self) -> list[list[int]]:
-        """Every rank with its successor in the pipeline; the last stage's is the first."""
+        """Pairs of every rank and its successor in the pipeline; the last stage's successor is the first."""
         following: dict[int, list[int]] = {}
         for ranks in self.pipe_groups:
             following |= {rank: [rank, ranks[(i + 1) % len(ranks)]] for i, rank in enumerate(ranks)}
@@ -196,11 +195,11 @@ class PipelineParallelGrid:
     get_stage_id = value_of("stage_id")
     get_pipe_parallel_rank = value_of("stage_id")
     get_pipe_parallel_world_size = value_of("pipe_parallel_size")
-    get_pipe_parallel_group = value_of("pp_proc_group")  # of one pipeline's stages
+    get_pipe_parallel_group = value_of("pp_proc_group")  # the stages of one pipeline
     get_data_parallel_id = value_of("data_parallel_id")
     get_data_parallel_rank = value_of("data_parallel_id")
     get_data_parallel_world_size = value_of("data_parallel_size")
-    get_data_parallel_group = value_of("dp_proc_group")  # of the ranks that hold the same parameters
+    get_data_parallel_group = value_of("dp_proc_group")  # the ranks that hold the same parameters
     get_data_parallel_group_ranks = value_of("dp_group")
     get_model_parallel_rank = value_of("ds_model_rank")  # in the group of one replica of the model: all its stages and slices
     get_model_parallel_world_size = value_of("ds_model_world_size")
@@ -239,7 +238,6 @@ def _balanced(world_size: int) -> ProcessTopology:
 
 
 def _prime_factors(number: int) -> list[int]:
-    """The prime factors of a positive number, ascending."""
     if number <= 0:
         raise ValueError(f"only positive numbers have prime factors, not {number}")
     primes, candidate = [], 2

@@ -1,13 +1,13 @@
-"""Shares of sequences in an unmodified model of transformers: its attention runs on whole sequences with a share of the heads
-(Ulysses), or, with more ranks than heads, on the keys of one rank after another (ring attention).
+"""Shares of sequences in an unmodified transformers model: its attention runs on whole sequences with a share of the heads
+(Ulysses), or, with more ranks than heads, on one rank's keys after another's (ring attention).
 
-`initialize` registers one attention function with transformers, points the model's config to it, and puts a hook before the model's
-forward. Each rank of the sequence axis gets the same batch, and the hook keeps its share of the tokens; labels are shifted before
-that. A batch with `shift_labels` has shares already (`SequenceShares`, DeepSpeed's UlyssesSPDataLoaderAdapter). The model's loss is
-the mean over the whole sequence on every rank: its `loss_function` is replaced, and a class that has a loss of its own (BERT's
-masked language model) gets no labels; a hook behind its forward adds the loss of its logits. Other outputs are this rank's share.
+`initialize` registers one attention function with transformers, points the model's config to it, and hooks the model's forward.
+Each rank of the sequence axis gets the same batch, and the hook keeps its share of the tokens; labels are shifted first. A batch
+with `shift_labels` is already a share (`SequenceShares`, DeepSpeed's UlyssesSPDataLoaderAdapter). On every rank, the model's loss
+is the mean over the whole sequence: its `loss_function` is replaced. A class that has a loss of its own (BERT's masked language
+model) gets no labels, and a hook after its forward adds the loss of its logits. Other outputs are this rank's share.
 
-Positions decide the mask: where they begin again, another packed sample begins. Padding and sliding windows are masked, too.
+Positions decide the mask: where they restart, another packed sample begins. Padding and sliding windows are masked, too.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from slipstream.parallel.tensor import Slices, vocab_parallel_cross_entropy
 from slipstream.world.mesh import Axis
 from slipstream.zero.hooks import eager
 
-NAME = "slipstream_ulysses"  # of the attention function
+NAME = "slipstream_ulysses"  # name of the attention function
 _HOLDER = "_slipstream_sequences"  # attribute of a model's modules
 _BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "labels", "loss_mask")
-_LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}  # whether they shift labels
+_LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}  # loss -> whether it shifts labels
 _POOLS = re.compile(r"For(SequenceClassification|MultipleChoice|QuestionAnswering|NextSentencePrediction|PreTraining)|DoubleHeads")
 _TARGETS = ("labels", "shift_labels")
 SERVED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")  # of transformers' implementations
 
 
 class Sequences:
-    """What one model's attention needs: the exchange, and the current forward's positions and padding of the whole sequences."""
+    """The state of one model's attention: the exchange, and positions and padding of the current forward's whole sequences."""
 
     def __init__(self, axis: Axis, is_ring: bool = False) -> None:
         self.axis, self.is_ring = axis, is_ring
-        self.hooks: list[Any] = []  # that call `begin` and `end` around the model's forward
-        self.undo: list[Callable[[], None]] = []  # of what else was changed in the model
-        self.is_compared = False  # whether the ranks have been given the same batch
+        self.hooks: list[Any] = []  # they call `begin` and `end` around the model's forward
+        self.undo: list[Callable[[], None]] = []  # undo other changes of the model
+        self.is_compared = False  # whether the ranks' batches have been compared
         self.spans: list[list[Span]] = []  # the tokens of each rank in the current forward
         self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it
         self.positions: Tensor | None = None  # [1 or b, S]; None: 0, 1, 2, ...
         self.padding: Tensor | None = None  # [b, S], False for padding; None: there is none
-        self.shifts = True  # labels are those of the next token
+        self.shifts = True  # labels belong to the next token
         self.no_loss = ""  # why the model's loss cannot be served
-        self.loss: _Loss | None = None  # computed behind the forward, of its logits
-        self.targets: Mapping[str, Any] = {}  # of the current forward, for this loss
-        self.offset: Callable[[Tensor], Tensor] | None = None  # the positions of a model that counts them by its token ids
+        self.loss: _Loss | None = None  # computed after the forward, from its logits
+        self.targets: Mapping[str, Any] = {}  # the current forward's targets of this loss
+        self.offset: Callable[[Tensor], Tensor] | None = None  # computes positions from token ids, for a model that does so
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
 
     def unhook(self) -> None:
@@ -67,7 +67,7 @@ class Sequences:
             handle.remove()
 
     def close(self) -> None:
-        """The model computes whole sequences again. Safe to call twice."""
+        """Restore computation on whole sequences. Safe to call twice."""
         self.unhook()
         while self.undo:
             self.undo.pop()()
@@ -75,7 +75,7 @@ class Sequences:
     def begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, compares: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward's arguments for this rank. Collective: the ranks' batches are compared; not again in a backward."""
+        """A forward's arguments for this rank. Collective: compares the ranks' batches, except in a backward."""
         self._masks.clear()
         tokens = _tokens(args, kwargs)
         size, is_share = self.axis.size, kwargs.get("shift_labels") is not None
@@ -111,7 +111,7 @@ class Sequences:
         return torch.cat([value[:, slice(*span)] for span in self.spans[self.axis.index]], 1)
 
     def _cut(self, shared: dict[str, Any], length: int) -> None:
-        """Put this rank's share in the place of each argument by token; labels become those of the next token before."""
+        """Replace each per-token argument by this rank's share, after labels were shifted to the next token's."""
         if shared.get("labels") is not None and self.shifts:
             shared["labels"] = F.pad(shared["labels"], (0, 1), value=-100)[:, 1:]
         for name in _BY_TOKEN:
@@ -119,7 +119,7 @@ class Sequences:
                 shared[name] = self._share(value)
 
     def _take_targets(self, shared: dict[str, Any]) -> None:
-        """Keep the targets of a loss that is computed behind the forward. Raises ValueError if the model's own cannot be served."""
+        """Keep the targets of a loss computed after the forward. Raises ValueError if the model's own loss is not supported."""
         if self.no_loss and any(shared.get(name) is not None for name in _TARGETS):
             raise ValueError(self.no_loss)
         if self.loss is not None:
@@ -127,14 +127,14 @@ class Sequences:
 
     @eager
     def _compare(self, tokens: Tensor, kwargs: dict[str, Any], is_share: bool) -> None:
-        """Raise ValueError on all ranks unless they have batches of one shape, and the first that is whole has the same values."""
+        """Raise ValueError on all ranks unless their batches have one shape, and equal values in the first whole batch."""
         facts = {"numbers of sequences": tokens.shape[0], "numbers of tokens": tokens.shape[1]}
         facts[INPUTS] = 0 if is_share or self.is_compared else checksum(kwargs)
         check_alike(self.exchange, "shares of the same sequences", facts)
         self.is_compared = self.is_compared or not is_share
 
     def end(self, output: Any) -> Any:
-        """A forward's output, with the loss that its class would have computed of this rank's share alone."""
+        """A forward's output, with its loss over the whole sequence if the model class has its own loss."""
         if self.loss is None or not any(name in self.targets for name in _TARGETS):
             return output
         if isinstance(output, tuple):
@@ -142,11 +142,11 @@ class Sequences:
         return type(output)(**{**output, "loss": self.loss(output.logits, **self.targets)})
 
     def samples(self) -> Tensor | None:
-        """The number of each token's packed sample, [1 or b, S]; None: there is one."""
+        """The index of each token's packed sample, [1 or b, S]; None if there is only one."""
         return None if self.positions is None else (F.pad(self.positions.diff(dim=-1), (1, 0), value=1) != 1).cumsum(-1)
 
     def mask(self, length: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-        """What each token may attend to, [1 or b, 1, S, S]; None: all of it, or all before it if causal. Made once a forward."""
+        """The attention mask, [1 or b, 1, S, S], made once a forward; None: all tokens, or, if causal, all previous ones."""
         if self.positions is None and self.padding is None and (window is None or window >= length):
             return None
         key = (length, causal, window, str(device))
@@ -159,7 +159,7 @@ class Sequences:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The token ids or embeddings of a forward, [b, S, ...]. Raises ValueError for arguments that cannot be shared."""
+    """A forward's token ids or embeddings, [b, S, ...]. Raises ValueError for arguments that cannot be shared."""
     if args:
         raise ValueError("with sequence_parallel_size, call the model with keywords (input_ids=..., labels=...)")
     if (padding := kwargs.get("attention_mask")) is not None and padding.dim() != 2:
@@ -189,11 +189,11 @@ def _check_outputs(base: nn.Module, is_encoder_decoder: bool) -> None:
 
 
 def serve_sequences(model: nn.Module, axis: Axis, slices: Slices | None) -> Sequences | None:
-    """Prepare a model of transformers for shares of sequences. The caller connects `Sequences.exchange`; None: nothing to do.
+    """Prepare a transformers model for shares of sequences; None if there is nothing to do. The caller connects the exchange.
 
-    slices: those of its layers, if it is sliced
+    slices: of the model's layers, if it is sliced
 
-    Raises ValueError for a model, an attention or a number of heads that cannot be served.
+    Raises ValueError for a model, an attention or a number of heads that is not supported.
     """
     config: Any = getattr(model, "config", None)
     if axis.size == 1 or not hasattr(config, "_attn_implementation"):
@@ -235,7 +235,7 @@ def serve_sequences(model: nn.Module, axis: Axis, slices: Slices | None) -> Sequ
 
 
 def _serve_loss(model: Any, holder: Sequences) -> None:
-    """Compute the model's loss over whole sequences, or say why it cannot be."""
+    """Replace the model's loss by one over whole sequences, or record why it cannot be."""
     function: Any = getattr(model, "loss_function", None)
     if function is None:  # a body without a head
         return
@@ -257,7 +257,7 @@ def _serve_loss(model: Any, holder: Sequences) -> None:
 
 
 def _positions_of(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The positions of whole sequences in a model that counts them by its token ids (RoBERTa): padding has none. Else None."""
+    """Computes positions of whole sequences in a model that derives them from token ids, without padding (RoBERTa); else None."""
     name = "create_position_ids_from_input_ids"
     for module in model.modules():
         if hasattr(module, "position_embeddings") and hasattr(module, "padding_idx"):
@@ -310,7 +310,7 @@ def _attention(
 
 
 class _Loss:
-    """A model's loss over whole sequences: labels are this rank's share, shifted before. slices: of the vocabulary."""
+    """A model's loss over whole sequences. Labels are this rank's share, already shifted. slices: of the vocabulary."""
 
     def __init__(self, holder: Sequences, slices: Slices | None = None) -> None:
         self.holder, self.slices = holder, slices
@@ -330,12 +330,12 @@ class _Loss:
 
 
 class SequenceShares:
-    """A loader of which each rank of a sequence axis reads its own batches: shares of all ranks' batches, one after another.
+    """A loader for a sequence axis on which each rank reads batches of its own: it yields shares of all ranks' batches in turn.
 
     batches  mappings with input_ids and labels, and position_ids if samples are packed, [b, S]; S a multiple of the ranks
     group    the ranks of the sequence axis
 
-    Yields this rank's share of each, with `shift_labels` in place of labels. Raises ValueError on all ranks if one has fewer
+    Yields this rank's share of each, with `shift_labels` instead of labels. Raises ValueError on all ranks if one has fewer
     batches. DeepSpeed's UlyssesSPDataLoaderAdapter.
     """
 
@@ -346,7 +346,7 @@ class SequenceShares:
         return len(self.batches) * self.size  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in itertools.chain(map(dict, self.batches), [None]):  # None: it was the last
+        for batch in itertools.chain(map(dict, self.batches), [None]):  # None marks the end
             every: list[Any] = [None] * self.size
             dist.all_gather_object(every, batch, group=self.group)
             ended = [rank for rank, each in zip(dist.get_process_group_ranks(self.group), every, strict=True) if each is None]
