@@ -5,9 +5,9 @@
                     those of all ranks, then commits. No collectives: the process groups are in use by training
 
 One save is in flight at a time; `AsyncSave.result` waits for it and raises its error. A rank that fails deletes its file, which
-frees space for the reason (`rank_00001.bin.failed`), and rank 0 discards the draft. If a rank dies, the modification time of its
-file stops changing (data_file.py) and rank 0 gives up after `patience_s`. A failure is logged when it happens and raised by the
-next call. A process that exits normally finishes its save first; a killed one leaves a draft, which no load accepts.
+frees space for the text of the reason (`rank_00001.bin.failed`), and rank 0 discards the draft. If a rank dies, its file's
+modification time stops changing (data_file.py) and rank 0 gives up after `patience_s`. A failure is logged when it happens and
+raised by the next call. A process that exits normally finishes its save first; a killed one leaves a draft, which no load accepts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from slipstream.checkpoint.save import PendingSave
 
 PATIENCE_S = 60.0
-_POLL_S = 0.02  # between two checks for another rank's checksums: each check takes the GIL from training
+_POLL_S = 0.02  # between two checks for another rank's checksums; each check takes the GIL from training
 _NICE, _NICEST = 10, 19
 _PAGE = 2 << 20  # a huge page: bytes faulted in between two checks whether to stop
 _SLACK = 1 << 20
@@ -56,7 +56,7 @@ class Staging:
         self._enough = threading.Event()
 
     def prepare(self, nbytes: int) -> None:
-        """Start to fault in pages for about `nbytes`, in a thread. Pinned memory cannot be faulted in so: `take` allocates it."""
+        """Start faulting in pages for about `nbytes`, in a thread. Pinned memory cannot be faulted in so: `take` allocates it."""
         self._asked = True
         if not self._pinned and nbytes and not self._memory.numel():
             capacity = nbytes + nbytes // 64 + _SLACK  # for values and gaps between pieces; untouched pages cost nothing
@@ -78,7 +78,6 @@ class Staging:
             ctypes.memset(part.data_ptr(), 0, part.numel())  # not zero_(), which would start torch's threads from this thread
 
     def close(self) -> None:
-        """Free the memory."""
         self._stop_filling()
         self._memory, self._asked = torch.empty(0, dtype=torch.uint8), False
 
@@ -106,8 +105,6 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 class AsyncSave:
-    """One asynchronous save, on one rank."""
-
     def __init__(self, pending: PendingSave, patience_s: float) -> None:
         self.path, self._pending, self._writer = pending.path, pending, pending.writer
         self._is_first = pending.ranks.index == 0
@@ -185,7 +182,7 @@ class AsyncSave:
 
 
 def _lower_priority(niceness: int) -> None:
-    """Of this thread and the threads that it starts, so that training runs first."""
+    """Lower the priority of this thread and of the threads that it starts, so that training runs first."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 

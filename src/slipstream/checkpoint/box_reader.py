@@ -1,7 +1,7 @@
 """Reads boxes of a checkpoint's tensors, in our format or DeepSpeed's, and verifies their checksums.
 
-A load reads twice through one set of open files: `verify` on every rank, then `fill`, from the page cache, into the tensors
-themselves. A damaged byte therefore leaves all tensors of all ranks unchanged, without extra memory. Only a disk that fails between
+A load reads twice through one set of open files: first `verify` on every rank, then `fill`, from the page cache, into the tensors
+themselves. So a damaged byte leaves all tensors of all ranks unchanged, without extra memory. Only a disk that fails between
 the two reads can leave a load half done. Readers of single tensors (`tensor`, `slice`) verify what they read.
 """
 
@@ -29,7 +29,7 @@ from slipstream.ops.checksum import crc32
 class BoxReader:
     """The data files of one checkpoint whose `Document` has been validated.
 
-    A file is opened at its first read and keeps that descriptor until `close`, also if another file takes its name.
+    A file is opened at its first read and keeps that descriptor until `close`, even if another file replaces it.
     """
 
     def __init__(self, folder: Path, document: Document) -> None:
@@ -127,14 +127,14 @@ class BoxReader:
                     part.of(view).copy_(flat.view(part.sizes))
 
     def _copy(self, piece: Piece, box: Box, start: int, values: Tensor) -> None:
-        """Read elements from `start` on of a box inside a piece into contiguous `values` of the stored dtype."""
+        """Read elements of a box inside a piece, from `start` on, into contiguous `values` of the stored dtype."""
         raw, position, size = memory(values), 0, values.dtype.itemsize
         for first, numel in runs(piece.box.sizes, box, start, start + values.numel()):
             self._read(piece.file, piece.at + first * size, raw[position : position + numel * size])
             position += numel * size
 
     def _overlaps(self, name: str, box: Box) -> Iterator[tuple[Piece, Box]]:
-        """The pieces of a tensor that have elements of `box`, and which."""
+        """The pieces of a tensor that contain elements of `box`, each with the common box."""
         if name not in self._sorted:
             self._sorted[name] = _Sorted.of(self.document.tensors[name].pieces)
         for piece in self._sorted[name].near(box):
@@ -163,11 +163,11 @@ class BoxReader:
 
 
 class _Sorted(NamedTuple):
-    """Pieces by their first row, so that a rank of many examines only those near its own rows."""
+    """Pieces sorted by first row, so that a rank examines only the pieces near its own rows."""
 
     pieces: list[Piece]
     starts: list[int]  # first row of each piece
-    ends: list[int]  # the row after the last one of this piece and those before it
+    ends: list[int]  # the end row of this piece and all before it
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> _Sorted:

@@ -50,7 +50,7 @@ def convert(
 
     source: one checkpoint, a directory of checkpoints (`tag` selects one, None the latest), or a Hugging Face folder. dtype: of
     the parameters in a Hugging Face folder; None keeps the stored one. max_shard_size: of its files; None: 5GB. like: a Hugging
-    Face folder of the same model, from which configuration and tokenizer are copied. num_experts: write a mixture of so many
+    Face folder of the same model, from which configuration and tokenizer are copied. num_experts: write a mixture of this many
     experts, copies of the model's MLP, of which a token uses `top_k` (2). name: of DeepSpeed's folder in `target`; None:
     `TAG_universal`. Raises CheckpointError, with nothing written.
     """
@@ -91,14 +91,14 @@ def _find(source: Path, tag: str | None) -> Path:
 
 
 def _is_hf(folder: Path) -> bool:
-    """Whether the folder holds weights only: transformers' Trainer also puts them next to DeepSpeed's checkpoints."""
+    """Whether the folder holds only weights: transformers' Trainer also writes them next to DeepSpeed's checkpoints."""
     if any((folder / name).exists() for name in (METADATA, LATEST, LATEST_UNIVERSAL)) or is_deepspeed(folder):
         return False
     return any((folder / name).is_file() for name in (INDEX, SINGLE))
 
 
 def _of_hf(folder: Path) -> Document:
-    """A Hugging Face folder as a checkpoint of weights, without checksums. It does not mark buffers: all are parameters."""
+    """A Hugging Face folder as a checkpoint of weights without checksums. It does not mark buffers, so all are parameters."""
     files: dict[str, int] = {}
     tensors: dict[str, Entry] = {}
     try:
@@ -170,7 +170,7 @@ def _weights(source: BoxReader, dtype: torch.dtype | None) -> dict[str, pretrain
 
 
 def _check_complete_weights(source: BoxReader) -> None:
-    """Raise CheckpointError for a run's adapters or quantized codes: loaders of Hugging Face folders do not combine them."""
+    """Raise CheckpointError for adapters alone or quantized codes, which loaders of Hugging Face folders cannot combine."""
     if not source.document.world_size and _is_hf(source.folder):
         return
     for name, key in _named(source, "model").items():
@@ -192,9 +192,9 @@ def _to_slipstream(source: BoxReader, target: Path) -> Path:
 
 
 def _to_deepspeed(source: BoxReader, target: Path, name: str | None) -> Path:
-    """The universal format, which DeepSpeed loads at any world and stage with `"checkpoint": {"load_universal": true}`.
+    """Write the universal format, which DeepSpeed loads at any world and stage with `"checkpoint": {"load_universal": true}`.
 
-    The loss scale is reset, since DeepSpeed stores it as an object of its own class. Parameters without optimizer state (frozen
+    The loss scale is reset, because DeepSpeed stores it as an object of its own class. Parameters without optimizer state (frozen
     ones) are in the module's state, where DeepSpeed writes them; it does not load them, and keeps the model's initial values.
     """
     shared, states = _shared(source), _states(source)

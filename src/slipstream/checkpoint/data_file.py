@@ -6,7 +6,7 @@ Through the page cache the same bytes take three times as long (1.6 GB: 2.7 s wr
     append      bytes at any address: copied to one of a few aligned stages, with their checksums, while other stages are written
     begin       all bytes at once, from memory with the layout of the file
 
-A writer that makes progress updates the file's modification time (`os.utime`), which other processes watch.
+A writer that makes progress updates the file's modification time (`os.utime`), which other processes monitor.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from slipstream.ops.checksum import crc32
 from slipstream.ops.disk import ALIGNMENT, Disk, Transfer, aligned, num_free
 
 _STAGE, _STAGES = 8 * BLOCK, 4
-_STEP = 64 * BLOCK  # bytes of `begin` between two stamps
+_STEP = 64 * BLOCK  # bytes that `begin` writes between two updates of the modification time
 _ZEROS = torch.zeros(ALIGNMENT, dtype=torch.uint8)
 
 
 class DataFile:
-    """A context manager; the caller passes all `nbytes` inside it, and they are on disk when it exits.
+    """A context manager. Inside, the caller passes all `nbytes`; they are on disk when it exits.
 
-    Raises CheckpointError; a full disk is found at the start.
+    Raises CheckpointError; a full disk is detected at the start.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
@@ -73,7 +73,7 @@ class DataFile:
         self.append(_ZEROS[: at - self._at])
 
     def begin(self, memory: Tensor) -> None:
-        """Start to write the whole file from `memory`: its length rounded up to pages, and unchanged until the context exits."""
+        """Start writing the whole file from `memory`: its length rounded up to pages, and unchanged until the context exits."""
         for start in range(0, memory.numel(), _STEP):
             self._in_flight.append(self._disk.write([(start, memory[start : start + _STEP])]))
         self._at = self._nbytes
@@ -86,7 +86,7 @@ class DataFile:
         return self._stages[index][filled:]
 
     def _send(self, nbytes: int) -> None:
-        """Start to write the current stage; afterwards one stage is free."""
+        """Start writing the current stage; afterwards one stage is free."""
         start = (self._at - 1) // _STAGE * _STAGE
         self._in_flight.append(self._disk.write([(start, self._stages[start // _STAGE % _STAGES][:nbytes])]))
         if len(self._in_flight) == _STAGES:
@@ -101,7 +101,7 @@ class DataFile:
         while self._in_flight:
             self._in_flight.popleft().wait()
             if not self._direct:
-                os.fdatasync(self._file)  # after each write: a single one at the end could take minutes without an utime
+                os.fdatasync(self._file)  # after each write: one at the end could take minutes without an utime
             os.utime(self._file)
         os.ftruncate(self._file, self._nbytes)
         os.fsync(self._file)

@@ -1,17 +1,17 @@
 """DeepSpeed's checkpoints (ZeRO-1, 2, 3 and universal) as a `Document`: the same tensors by name, in DeepSpeed's own files.
 
-So every function that loads our checkpoints also loads DeepSpeed's, at any world size and stage, and each rank reads only the byte
+Every function that loads our checkpoints so also loads DeepSpeed's, at any world size and stage, and each rank reads only the byte
 ranges that it needs. The formats, as DeepSpeed 0.19.8 writes them:
 
 ZeRO-1, 2  [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt: rank R's part of each flat parameter group in fp32 and of its states;
-           `param_slice_mappings` has the offset and length of each parameter's next elements. mp_rank_00_model_states.pt:
+           `param_slice_mappings` gives the offset and length of each parameter's next elements. mp_rank_00_model_states.pt:
            16-bit weights (frozen ones only there), buffers, counters
 ZeRO-3     the same files, with ceil(numel / world) elements of every parameter of `param_shapes` in turn; frozen parameters as
            such fragments in zero_pp_rank_R_mp_rank_00_model_states.pt
 no ZeRO    mp_rank_00_model_states.pt: the weights, and an optimizer of numbered parameters, in bf16 with its masters
 universal  zero/NAME/{fp32,exp_avg,...}.pt: whole parameters, flat or in their shape, alone or as "param" of a dictionary
 
-With pipelines and slices each model-parallel rank has such files of its own (deepspeed_parts.py), and so has each expert
+With pipelines and slices, each model-parallel rank has such files of its own (deepspeed_parts.py), and so has each expert
 (deepspeed_experts.py).
 
 Each zip record has a CRC-32, which box_reader.py verifies. The files hold no random states.
@@ -41,8 +41,8 @@ from slipstream.checkpoint.values import encode
 
 logger = logging.getLogger(__name__)
 
-_NODES = 1_000_000  # values of a client_state
-# Keys that DeepSpeed itself stores next to those of the caller's client_state
+_NODES = 1_000_000  # limit of the values in a client_state
+# Keys that DeepSpeed itself stores beside those of the caller's client_state
 _OWN = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"),
@@ -51,7 +51,7 @@ _OWN = frozenset(
         *("num_experts", "ds_autoep_layers", "autoep_layers", "folding"),
     }
 )
-# Optimizers by the states they keep. For other sets of states the class is unknown and not checked at load
+# Optimizers by the states they keep. For other sets of states the class is unknown, and not checked at load
 _CLASSES = {
     frozenset({"exp_avg", "exp_avg_sq"}): ["AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb", "NAdam", "RAdam"],
     frozenset({"exp_avg"}): ["Lion", "FusedLion", "DeepSpeedCPULion"],
@@ -61,7 +61,7 @@ _CLASSES = {
 
 
 def read_document(folder: Path) -> Document:
-    """The checkpoint's document. Reads the pickled structures and no tensor data but scalars. Raises CheckpointError."""
+    """The checkpoint's document. Reads the pickled structures, and no tensor data except scalars. Raises CheckpointError."""
     try:
         return _Import(folder).document()
     except CheckpointError as error:
@@ -84,7 +84,7 @@ class _Import:
         self.files: dict[str, int] = {}
         self.shapes: dict[str, tuple[torch.dtype, Shape]] = {}
         self.pieces: dict[str, list[Piece]] = {}
-        self.owners: dict[str, tuple[int, int]] = {}  # tensor -> the first stage that has it; the slice whose copy counts, or -1
+        self.owners: dict[str, tuple[int, int]] = {}  # tensor -> (first stage that has it, slice whose copy counts, or -1)
         self.steps: dict[str, dict[str, Any]] = {}  # parameter -> the non-tensor values of its optimizer state
         self.groups: list[dict[str, Any]] | None = None
         self.scaler: Any = None
@@ -125,7 +125,7 @@ class _Import:
         return Cuts(next(filter(None, infos), None), self.degree)
 
     def _place(self, name: str, part: DeepSpeedPart, shapes: Callable[[DeepSpeedPart], Shape]) -> PartPlace | None:
-        """What a part's tensor is of the whole; None if the whole has it from another part. shapes: of the parts of a stage."""
+        """The place of a part's tensor in the whole; None if another part supplies it. shapes: of the parts of a stage."""
         stage = self.parts.index(part) // self.degree
         stage_parts = self.parts[stage * self.degree : (stage + 1) * self.degree]
         place = self.cuts.place(name, part.slice, [shapes(other) for other in stage_parts])
@@ -166,7 +166,7 @@ class _Import:
                 )
 
     def _optimizer_files(self, parts: Sequence[DeepSpeedPart]) -> None:
-        """Those of the slices of a stage, in the order of its ranks."""
+        """Read the optimizer files of a stage's slices, in the order of its ranks."""
         num_read: dict[ExpertSlot, int] = {}  # elements of each parameter on lower ranks
         world = len(parts[0].optim_files)
         for rank, part in itertools.product(range(world), parts):
@@ -191,8 +191,8 @@ class _Import:
                         self._parameter(slot, start, master, param_state, base["param_groups"], first, numel)
 
     def _slot(self, name: str, part: DeepSpeedPart, rank: int, world: int) -> ExpertSlot | None:
-        """A trained parameter of a part, and what it is of the whole; None if the whole has it from another part."""
-        if self.experts.is_autoep(name):  # over all ranks of a stage, those of slices among them
+        """A trained parameter of a part, and its place in the whole; None if another part supplies it."""
+        if self.experts.is_autoep(name):  # over all ranks of a stage, including its slices
             return self.experts.slot(name, PartPlace(part.trained[name]), rank * self.degree + part.slice, world * self.degree)
         place = self._place(name, part, lambda other: other.trained[name])
         if place is None:
@@ -219,7 +219,7 @@ class _Import:
         first: int,
         numel: int,
     ) -> None:
-        """Add elements [first, first + numel) of a parameter and its states, which are those from `start` of the slot."""
+        """Add elements [first, first + numel) of a parameter and of its states; they begin at `start` in the slot."""
         name, place = slot
         if master is not None:
             self._add(f"model.{name}", place, master, start, first, numel)
@@ -263,7 +263,7 @@ class _Import:
                 self._parameter(slot, 0, master, values, groups, 0, math.prod(shape))
 
     def _experts(self) -> None:
-        """Add the experts' weights of which no optimizer has a master: frozen ones, and all without ZeRO."""
+        """Add the experts' weights for which no optimizer has a master: frozen ones, and all of them without ZeRO."""
         known = set(self.shapes)
         for index, name, slices in self.experts.weights():
             shapes = [stored.shape for stored in slices]
@@ -313,7 +313,7 @@ class _Import:
                 self.shapes[f"optim.sum.{name}"], self.pieces[f"optim.sum.{name}"] = shape, pieces
 
     def _whole_tensors(self, part: DeepSpeedPart) -> None:
-        """Add frozen parameters, from each rank's fragments if weights were sharded, else from the module's state; and buffers."""
+        """Add buffers, and frozen parameters: from each rank's fragments if weights were sharded, else from the module's state."""
         module, aliases = part.model["module"] or {}, part.model["shared_params"] or {}
         fragments = part.model.get("frozen_param_fragments") or {}
         if fragments:
@@ -332,7 +332,7 @@ class _Import:
                 self._add(target, PartPlace(module[name].shape), module[name])
 
     def _fragments(self, part: DeepSpeedPart) -> None:
-        """Add the frozen parameters of which each rank's file has a range."""
+        """Add the frozen parameters of which each rank's file has one range."""
         num_read = dict[str, int]()
         for file in part.model_files:
             state = part.model if file == part.model_files[0] else read(self.folder / file)
@@ -444,7 +444,7 @@ class _Import:
 def _stage_3(part: DeepSpeedPart, state: Mapping[str, Any], index: int, rank: int, world: int) -> Iterator[tuple[str, int, int]]:
     """(name, first element in the rank's flat group, number of elements) of each parameter's part.
 
-    A group of experts is in as many parts as ranks have the same experts.
+    A group of experts has as many parts as there are ranks with the same experts.
     """
     groups = state.get("ds_zero_partition_groups") or []
     group = groups[index] if index < len(groups) else {}
@@ -458,7 +458,7 @@ def _stage_3(part: DeepSpeedPart, state: Mapping[str, Any], index: int, rank: in
 
 
 def _prefix(layer: str, state: Mapping[str, Any], known: Collection[str]) -> str:
-    """The name of a pipeline's layer: its number, or that of the tied module whose names its file has."""
+    """The name of a pipeline's layer: its number, or that of the tied module whose names its file contains."""
     if any(name.startswith(f"{layer}.") for name in known):
         return layer
     for tied in {".".join(name.split(".")[:2]) for name in known if name.startswith("tied_modules.")}:

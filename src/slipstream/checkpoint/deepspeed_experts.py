@@ -1,19 +1,19 @@
-"""The experts of a DeepSpeed checkpoint, each with parameters of its own, as parts of stacks.
+"""The experts of a DeepSpeed checkpoint, each with its own parameters, as parts of stacks.
 
-Files of DeepSpeed 0.19.8 next to those of other models (deepspeed_parts.py), with M the model-parallel rank, whose stage counts its
+Files of DeepSpeed 0.19.8, besides those of any model (deepspeed_parts.py). M is the model-parallel rank; each stage numbers its
 layers of experts from 0:
 
 layer_L_expert_E_mp_rank_M_model_states.pt     expert E of the stage's layer L of experts, named by its index in the layer
 [bf16_]zero_pp_rank_D_mp_rank_M_optim_states.pt  the states of rank D's experts, named by their index on that rank
-expp_rank_R_mp_rank_00_optim_states.pt         without ZeRO: the optimizer of the R-th rank of those that have different experts
+expp_rank_R_mp_rank_00_optim_states.pt         without ZeRO: the optimizer of the R-th of the ranks with different experts
 
-They become those of `deepspeed.moe.layer.MoE`, which has stacks. AutoEP replaces layers of transformers; `ds_autoep_layers` lists
-them. It deals whole experts to the ranks of a stage, those of slices (AutoTP) among them. A rank's w1, w2 and w3 are stacks of its
-experts (at ZeRO-3 its own part of each, and no files of experts), and become transformers' gate_up_proj and down_proj; its router
-and its shared expert get transformers' names, too.
+They are read as those of `deepspeed.moe.layer.MoE`, which has stacks. AutoEP replaces layers of transformers; `ds_autoep_layers`
+lists them. It distributes whole experts over the ranks of a stage, including its slices (AutoTP). A rank's w1, w2 and w3 are stacks
+of its experts (at ZeRO-3 its own part of each, and no files of experts). They become transformers' gate_up_proj and down_proj; its
+router and its shared expert get transformers' names, too.
 
-Optimizers without ZeRO number their parameters, in the order of their groups. `numbered` finds the names by shape, and in the
-order of the model among parameters of one shape.
+Optimizers without ZeRO number their parameters, in the order of their groups. `numbered` finds the names by shape, and among
+parameters of one shape in the order of the model.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Box, Shape, whole_box
 from slipstream.checkpoint.pickled import Stored, read
 
-_MOST_EXPERTS = 1 << 16  # of a layer; a number in a small file would make as many boxes
+_MOST_EXPERTS = 1 << 16  # per layer: a larger number in a small file would create as many boxes
 _OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _NATIVE = re.compile(r"\.?(|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)")
 _AUTOEP = re.compile(r"(.+\.)?experts\.w([123])(?:\.(\d+))?")
 
 
 class ExpertSlot(NamedTuple):
-    """A stack, and what a tensor is of it."""
+    """A stack, and a tensor's place in it."""
 
     name: str
     place: PartPlace
@@ -44,10 +44,8 @@ class ExpertSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ExpertLayer:
-    """A layer of experts."""
-
     num: int  # experts
-    own: int  # of one data-parallel rank
+    own: int  # experts of one data-parallel rank
     files: list[list[str]]  # by slice, by expert
 
 
@@ -55,8 +53,8 @@ class _ExpertName(NamedTuple):
     """A parameter of experts by its name in the files."""
 
     layer: _ExpertLayer
-    prefix: str  # of the layer's parameters, with a dot
-    expert: int | None  # None: a stack of a rank's
+    prefix: str  # prefix of the layer's parameters, with a dot
+    expert: int | None  # None: a stack of a rank's experts
     leaf: str
 
 
@@ -88,7 +86,7 @@ class ExpertFiles:
         return [*self.native.values(), *self.autoep.values()]
 
     def _files(self, layer: int, num: int, ranks: Sequence[int]) -> list[str]:
-        """Of a layer's experts, each of one of these ranks."""
+        """The files of a layer's experts, each of which one of these ranks wrote."""
         files = []
         for expert in range(num):
             names = [f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt" for rank in ranks]
@@ -103,10 +101,10 @@ class ExpertFiles:
         own: dict[str, int] = {}
         for match in filter(None, map(_NATIVE.fullmatch, named)):
             own[match[1]] = max(own.get(match[1], 0), int(match[2]) + 1)
-        if (self.folder / "zero").is_dir():  # DeepSpeed converts those of which each rank has all
+        if (self.folder / "zero").is_dir():  # DeepSpeed converts only layers of which each rank has all experts
             self.native |= {prefix: _ExpertLayer(num=num, own=num, files=[]) for prefix, num in own.items()}
             return
-        # Without ZeRO no rank's names are stored, and all layers are split over as many ranks as saved optimizers
+        # Without ZeRO no rank's names are stored, so all layers are split over as many ranks as saved optimizers
         num_ranks = max(len(self.optimizers()), 1)
         for index, num in enumerate(map(int, model["num_experts"])):
             files = [self._files(index, num, [rank]) for rank in ranks]
@@ -127,7 +125,7 @@ class ExpertFiles:
                     f"the experts of {prefix!r} are placed as {placed or (num, own)}, which is not in equal parts"
                 )
             is_apart = has_files and layer.get("checkpoint_format") != "zero3_partitioned"
-            files = [self._files(int(layer["moe_layer_id"]), num, ranks)] if is_apart else []  # dealt to all ranks of a stage
+            files = [self._files(int(layer["moe_layer_id"]), num, ranks)] if is_apart else []  # over all ranks of a stage
             self.autoep[prefix] = _ExpertLayer(num=num, own=own, files=files)
             if f"{prefix}shared_experts_gate.weight" in (model["module"] or {}):
                 self.has_shared_gate.add(prefix)
@@ -149,9 +147,9 @@ class ExpertFiles:
         return None
 
     def slot(self, name: str, place: PartPlace, rank: int | None = None, world: int = 1) -> ExpertSlot | None:
-        """Of a parameter, which is `place` of one that is not sliced; None: it is no expert's.
+        """The slot of an expert's parameter; None if the parameter is no expert's. place: of the parameter in the unsliced one.
 
-        rank: the name has the expert's index on this data-parallel rank of `world`.
+        rank: the name contains the expert's index on this data-parallel rank of `world`
         """
         named = self._named(name)
         if named is None:
@@ -177,12 +175,12 @@ class ExpertFiles:
         return ExpertSlot(target, PartPlace((layer.num, *inner), tuple(lifted)))
 
     def is_autoep(self, name: str) -> bool:
-        """Whether it is AutoEP's parameter of experts, none of which is sliced."""
+        """Whether the parameter belongs to AutoEP's experts, which are never sliced."""
         named = self._named(name)
         return named is not None and named.prefix in self.autoep
 
     def known_as(self, name: str) -> str:
-        """The name of a parameter or buffer that is no expert's, in transformers' layer if AutoEP replaced it."""
+        """The name of a parameter or buffer that is no expert's; in transformers' layer, if AutoEP replaced it."""
         prefix = next((prefix for prefix in self.autoep if name.startswith(prefix)), None)
         if prefix is None:
             return name
@@ -194,26 +192,26 @@ class ExpertFiles:
         return prefix + leaf
 
     def is_alias(self, name: str, module: Mapping[str, Any]) -> bool:
-        """Whether this is AutoEP's router under the name that the model's own has."""
+        """Whether this is AutoEP's router under the name of the model's own router."""
         prefix = next((prefix for prefix in self.autoep if name.startswith(prefix)), None)
         head, _, leaf = name.removeprefix(prefix or "").partition(".")
         return prefix is not None and head != "router" and f"{prefix}router.{leaf}" in module
 
     def others(self, params: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
-        """The parameters that are no expert's."""
+        """The parameters that are no experts'."""
         return ((name, stored) for name, stored in params.items() if self._named(name) is None)
 
     def weights(self) -> Iterator[tuple[int, str, Sequence[Stored]]]:
-        """The parameters of all experts: (slice, name in the whole model, that of each slice)."""
+        """The parameters of all experts: (slice, name in the whole model, tensor of each slice)."""
         for layer in self.layers:
-            for row in zip(*layer.files, strict=True):  # of an expert
+            for row in zip(*layer.files, strict=True):  # the files of one expert
                 states = [dict(_weights(read(self.folder / file))) for file in row]
                 for name in states[0]:
                     for index in range(len(row)):
                         yield index, name, [state[name] for state in states]
 
     def on_rank(self, rank: int) -> dict[str, tuple[Shape, ExpertSlot]]:
-        """The experts' parameters of one rank of those that have different experts."""
+        """The experts' parameters of one of the ranks with different experts."""
         found: dict[str, tuple[Shape, ExpertSlot | None]] = {}
         for layer in self.native.values():
             for file in layer.files[0][layer.own * rank : layer.own * (rank + 1)]:
@@ -229,7 +227,7 @@ class ExpertFiles:
     def in_order(self, dense: Mapping[str, Stored], optimizer: Mapping[str, Any]) -> list[tuple[str, Shape]]:
         """The names and shapes of parameters that are no experts', in the order of an optimizer's numbers.
 
-        AutoEP's routers are behind all others if the caller gave a list of parameters, and not a generator.
+        AutoEP's routers come last if the caller passed a list of parameters, not a generator.
         """
         order = [(name, stored.shape) for name, stored in dense.items()]
         if not self.autoep:
@@ -246,7 +244,7 @@ class ExpertFiles:
         )
 
     def whole_shape(self, name: str, shape: Shape) -> Shape:
-        """Of a parameter that has this shape on a rank of those that have different experts."""
+        """The shape of a whole parameter that has this shape on one of the ranks with different experts."""
         named = self._named(name)
         return shape if named is None or named.expert is not None else (named.layer.num, *shape[1:])
 
@@ -256,14 +254,14 @@ def _weights(state: Mapping[str, Any]) -> list[tuple[str, Stored]]:
 
 
 def unwrapped(optimizer: Any) -> tuple[Any, dict[int, Stored]]:
-    """An optimizer's own state, and its masters by their numbers if bf16's (FP16_UnfusedOptimizer) is around it.
+    """An optimizer's own state, and its masters by number if bf16's FP16_UnfusedOptimizer wraps it.
 
-    In fp16 DeepSpeed 0.19.8 divides gradients by the loss scale there, and has not multiplied the loss: its moments are too small.
+    In fp16, DeepSpeed 0.19.8 divides gradients there by the loss scale, but has not multiplied the loss: moments are too small.
     """
     if not isinstance(optimizer, dict) or not optimizer.get("fp32_groups"):
         return optimizer, {}
     scale = optimizer.get("cur_scale", 1)
-    if optimizer.get("dynamic_loss_scale") or scale != 1:  # a dynamic one was higher before
+    if optimizer.get("dynamic_loss_scale") or scale != 1:  # a dynamic scale was higher before
         raise CheckpointError(
             f"it is of fp16 and ZeRO stage 0, whose moments DeepSpeed divides by the loss scale ({scale}): save it at stage 1, or "
             "load its weights alone (torch.load with weights_only=True)"
@@ -276,7 +274,7 @@ def unwrapped(optimizer: Any) -> tuple[Any, dict[int, Stored]]:
 def numbered(
     optimizer: Mapping[str, Any], dense: Iterable[tuple[str, Shape]], experts: Sequence[tuple[str, Shape]]
 ) -> Iterator[tuple[int, str, Any]]:
-    """The parameters of an optimizer that have states: number, name, states. No `dense` ones: only the experts'."""
+    """(number, name, states) of the optimizer's parameters that have states; without `dense`, only of experts'."""
     groups, states, dense = optimizer["param_groups"], optimizer["state"], list(dense)
     of_experts = [group for group in groups if group.get("moe")]
     if len({group["name"] for group in of_experts}) > 1:
@@ -291,9 +289,9 @@ def numbered(
 def _names_of(
     groups: Sequence[Mapping[str, Any]], states: Mapping[int, Any], params: Sequence[tuple[str, Shape]]
 ) -> dict[int, str]:
-    """The names of the parameters of an optimizer's groups that have states; params: those that they may be, in the model's order.
+    """The names of an optimizer's parameters that have states. params: the candidates, in the model's order.
 
-    Raises CheckpointError if several parameters of one shape are in several groups, or only some of them have states.
+    Raises CheckpointError if parameters of one shape are in several groups, or only some of them have states.
     """
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in params:

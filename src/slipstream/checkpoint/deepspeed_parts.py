@@ -4,10 +4,10 @@ Files of DeepSpeed 0.19.8, with D the data-parallel index, M = stage x degree of
 
 [zero_pp_rank_D_]mp_rank_M_model_states.pt              weights, buffers and counters; in a pipeline, without weights
 [bf16_]zero_pp_rank_D_mp_rank_M_optim_states.pt         fp32 weights and the optimizer's states
-layer_N[-model_S]-model_states.pt                       a layer's weights and buffers under its own names; a tied one, its first
+layer_N[-model_S]-model_states.pt                       a layer's weights and buffers under its own names; a tied one's: the first's
 
-`universal_checkpoint_info` says how slices are cut: regular expressions of names that are copied, or cut along another dimension
-than the first, or in sub-parameters (a fused query, key and value). AutoTP writes it, and so does Megatron-DeepSpeed.
+`universal_checkpoint_info` tells how slices are cut: regular expressions for names that are copied, or cut along another dimension
+than the first, or in sub-parameters (a fused query, key and value). AutoTP and Megatron-DeepSpeed write it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from slipstream.checkpoint.pickled import read
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-# Groups and nested repetition, which other patterns do not need, could take a match exponential time
+# Groups and nested repetition, which legitimate patterns do not need, could make a match take exponential time
 _SIMPLE = re.compile(r"(?:[^()*+?{}\\]|\\.|[*+?](?![*+?]))*")
-_MOST_REPEATS = 2  # of a name that may be 1,000 characters long: a match takes time in proportion to a power of its length
+_MOST_REPEATS = 2  # per pattern: matching takes time in proportion to this power of the name's length, up to 1,000
 _LONGEST_NAME = 1000
 
 
 class DeepSpeedPart(NamedTuple):
-    """What one model-parallel rank saved."""
+    """The files and content that one model-parallel rank saved."""
 
     slice: int  # index among the slices of a stage
     model_files: list[str]  # by data-parallel index; one if weights are not sharded
@@ -45,7 +45,7 @@ class DeepSpeedPart(NamedTuple):
 
 
 def parts_of(folder: Path, names: Sequence[str]) -> list[DeepSpeedPart]:
-    """The parts, by pipeline stage, and of each stage by slice. Raises CheckpointError if files are missing."""
+    """The parts, by pipeline stage, and within a stage by slice. Raises CheckpointError if files are missing."""
     model_files, optim_files = _by_rank(names, _MODEL), _by_rank(names, _OPTIM)
     if not model_files:
         raise CheckpointError(f"it has no mp_rank_00_model_states.pt, only {', '.join(names[:3])}")
@@ -75,7 +75,6 @@ def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[s
 
 
 def _degree(names: Sequence[str], model: Mapping[str, Any], count: int) -> int:
-    """The degree of slicing."""
     layers = [match for match in map(_LAYER.fullmatch, names) if match is not None]
     known = (model.get("checkpoint_parallel_dimensions") or {}).get("tp_degree")
     degree = int(known or (len({match[2] for match in layers}) if layers else count))
@@ -93,7 +92,7 @@ def layers_of(names: Sequence[str]) -> Iterator[tuple[str, int, str]]:
 
 
 class PartPlace(NamedTuple):
-    """The whole parameter and what a slice is of it; () of boxes: all."""
+    """The whole parameter, and the boxes in it that a slice fills; (): all of it."""
 
     whole: Shape
     boxes: tuple[Box, ...] = ()
@@ -101,7 +100,7 @@ class PartPlace(NamedTuple):
 
 
 class Cuts:
-    """How the slices of a stage lie in whole parameters. Raises CheckpointError where the checkpoint does not say."""
+    """How the slices of a stage lie in whole parameters. Raises CheckpointError if the checkpoint does not tell."""
 
     def __init__(self, info: Mapping[str, Any] | None, degree: int) -> None:
         if info is None and degree > 1:
@@ -116,7 +115,7 @@ class Cuts:
         self._affine = (self.info.get("affine_map") or {}).get("params") or {}
 
     def place(self, name: str, index: int, shapes: Sequence[Shape]) -> PartPlace:
-        """Of the slice `index` of a parameter whose slices have these shapes."""
+        """The place of slice `index` of a parameter whose slices have these shapes."""
         if self.degree == 1:
             return PartPlace(shapes[index])
         if self._matched("autotp_unsupported_parameter_patterns", name) is not None:
@@ -150,7 +149,7 @@ class Cuts:
     def _sub_widths(self, name: str, shapes: Sequence[Shape], sub: Mapping[str, Any], pattern: str) -> tuple[int, list[list[int]]]:
         dim, spec = int(sub["partition_dim"]), sub["shape"]
         widths = (self.info.get("sub_param_shard_widths") or {}).get(pattern)
-        if widths is None:  # version 0.3 and before: equal shares, of sizes or of a number of sub-parameters
+        if widths is None:  # up to version 0.3: equal shares, given as sizes or as a number of sub-parameters
             total = sum(shape[dim] for shape in shapes)
             sizes = spec[dim] if isinstance(spec[dim], (tuple, list)) else [total // spec[dim]] * spec[dim]
             widths = [[size // self.degree] * self.degree for size in sizes]
@@ -165,14 +164,14 @@ class Cuts:
         return dim, widths
 
     def _matched(self, key: str, name: str) -> str | None:
-        """The pattern of a list (or dictionary) of them that matches the name; None: no one does."""
+        """The pattern of a list (or dictionary) that matches the name, or None."""
         if key not in self._patterns:
             self._patterns[key] = _Patterns(self.info.get(key) or ())
         return self._patterns[key].find(name)
 
 
 class _Patterns:
-    """Regular expressions that come from a file, of which most are one name."""
+    """Regular expressions from a file, most of which match only one name."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self.exact: dict[str, str] = {}  # name -> its pattern

@@ -8,11 +8,11 @@
 
 Order of a save, each step on disk before the next: data files, metadata.json, [old TAG renamed away], folder renamed to TAG,
 `latest` replaced. A crash before the first rename leaves the old state. A crash between the two folder renames leaves the old
-checkpoint under its `.old-` name, where `locate` finds it; the next save renames it back. Every folder named like a tag is
-therefore complete. Only rank 0 writes here, except for data files. Where each host has a directory of its own (hosts.py), a rank of
-each writes there, and in memory a folder has the files of two.
+checkpoint under its `.old-` name, where `locate` finds it; the next save renames it back. So every folder named like a tag is
+complete. Only rank 0 writes here, except for data files. If each host has its own directory (hosts.py), one rank of each host
+writes there; in memory, a folder holds the files of two hosts.
 
-A save in progress holds a lock on its folder, so that `sweep` removes crashed saves and never another engine's running save; the
+A save in progress holds a lock on its folder, so `sweep` removes crashed saves and never another engine's running save; the
 kernel releases the lock when the process ends.
 """
 
@@ -34,7 +34,7 @@ from slipstream.checkpoint.errors import ONE_PLACE, CheckpointError
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _WORKING = re.compile(r"(?P<tag>.+)\.(?P<role>tmp|old)-[0-9a-f]{16}", re.DOTALL)
-_INSIDE = re.compile(r"\.tmp-[0-9a-f]{16}")  # of a Hugging Face folder (pretrained.py)
+_INSIDE = re.compile(r"\.tmp-[0-9a-f]{16}")  # drafts inside a Hugging Face folder (pretrained.py)
 
 _DEEPSPEED = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_\d+-model.*\.pt")
 
@@ -62,7 +62,7 @@ def check_tag(tag: object) -> str:
 
 
 def read_latest(path: Path, universal: bool = False) -> str | None:
-    """The tag that `latest`, else `latest_universal`, names (with `universal` in the other order); None if neither exists."""
+    """The tag in `latest`, else in `latest_universal` (with `universal`: in the other order); None if neither exists."""
     first, second = (LATEST_UNIVERSAL, LATEST) if universal else (LATEST, LATEST_UNIVERSAL)
     pointer = path / first if (path / first).exists() else path / second
     try:
@@ -80,8 +80,8 @@ def read_latest(path: Path, universal: bool = False) -> str | None:
 
 
 def state_of(parent: Path, tag: str | None) -> list[tuple[str, int, int, int]] | None:
-    """Name, inode, size and mtime of a checkpoint's files (tag None: the latest's), which change when it is replaced. None if it
-    cannot be read."""
+    """(name, inode, size, mtime) of a checkpoint's files (tag None: the latest's), which change if it is replaced. None if the
+    checkpoint cannot be read."""
     try:
         tag = read_latest(parent) if tag is None else check_tag(tag)
         with os.scandir(parent if tag is None else parent / tag) as files:
@@ -92,7 +92,7 @@ def state_of(parent: Path, tag: str | None) -> list[tuple[str, int, int, int]] |
 
 
 def locate(parent: Path, tag: str) -> Path:
-    """The folder of a checkpoint. Raises CheckpointError, which says what the directory holds instead."""
+    """The folder of a checkpoint. Raises CheckpointError, which tells what the directory holds instead."""
     folder = parent / check_tag(tag)
     if not parent.is_dir():
         raise CheckpointError(f"checkpoint directory {parent} does not exist")
@@ -134,7 +134,7 @@ def read_document(folder: Path) -> Document:
 
 
 def _check_values(folder: Path, document: Document) -> None:
-    """Refuse value tensors larger than the bytes on disk: a sparse file would use memory, and no disk."""
+    """Refuse value tensors larger than the bytes on disk: a sparse file would use memory but no disk."""
     nbytes: dict[str, int] = {}
     for name, entry in document.tensors.items():
         for piece in entry.pieces if name.startswith("$") else ():
@@ -189,7 +189,7 @@ def _holds_checkpoint(folder: Path) -> bool:
 
 
 class Draft:
-    """A checkpoint being written, until it is committed or discarded. Rank 0 only, or a rank of each host (hosts.py)."""
+    """A checkpoint being written, until it is committed or discarded. On rank 0 only, or on one rank of each host (hosts.py)."""
 
     def __init__(self, directory: Path, tag: str, save_id: str = "") -> None:
         self.directory, self.tag = directory, check_tag(tag)
@@ -205,7 +205,7 @@ class Draft:
         self.folder = directory / f"{tag}.tmp-{self.save_id}"
         try:
             self.folder.mkdir()
-        except FileExistsError:  # of another host's rank, by the same number
+        except FileExistsError:  # made by another host's rank, for the same save_id
             raise CheckpointError(
                 f"{directory} is not this host's own: {ONE_PLACE}, or another one on each host, and "
                 "checkpoint.use_node_local_storage says which"
@@ -215,7 +215,7 @@ class Draft:
             raise CheckpointError(f"another process is removing {self.folder}; save again")
 
     def commit(self, document: Document, files: Mapping[str, int], *, save_latest: bool) -> None:
-        """Rename the draft to its tag. All writes that need disk space come first. files: those that are here, and their sizes."""
+        """Rename the draft to its tag. All writes that need disk space come first. files: the local ones, and their sizes."""
         for name, size in files.items():
             actual = (self.folder / name).stat().st_size if (self.folder / name).exists() else None
             if actual != size:
@@ -274,7 +274,7 @@ def sweep(directory: Path, tag: str) -> None:
 
 
 def sweep_drafts(target: Path) -> None:
-    """Remove the drafts that killed writers of a folder left in it and, if writable, in its parent."""
+    """Remove drafts that killed writers left in a folder and, if it is writable, in its parent."""
     parent = target.absolute().parent
     siblings = _working(parent) if os.access(parent, os.R_OK | os.W_OK) else []
     drafts = [parent / name for name, match in siblings if match["tag"] == target.name and match["role"] == "tmp"]
@@ -291,7 +291,7 @@ def _remove_dead(path: Path, own: bool) -> None:
 
 
 def retain(directory: Path, keep: int, tag: str) -> None:
-    """Remove all but the newest `keep` checkpoints; `tag` and the one in `latest` always stay."""
+    """Remove all but the newest `keep` checkpoints. `tag` and the one in `latest` always stay."""
     tags, latest = committed_tags(directory), read_latest(directory)
     others = [name for name in tags if name not in (tag, latest)]
     for name in others[: max(0, min(len(tags) - keep, len(others)))]:
@@ -299,7 +299,7 @@ def retain(directory: Path, keep: int, tag: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that its tag never names a partial one."""
+    """Remove a checkpoint. It is renamed first, so that its tag never names a partial one."""
     match = _WORKING.fullmatch(folder.name)
     tag = folder.name if match is None else match["tag"]
     renamed = folder.with_name(f"{tag}.tmp-{secrets.token_hex(8)}")
@@ -331,7 +331,7 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace `path` atomically by the file that `write` writes to the path it gets, synced to disk."""
+    """Replace `path` atomically by the file that `write` creates at the path passed to it, synced to disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.half-{secrets.token_hex(8)}")
     try:

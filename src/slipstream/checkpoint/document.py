@@ -1,7 +1,7 @@
 """metadata.json: the index of a checkpoint, validated completely before any of it is used.
 
-The file is JSON in two parts. The first line holds format, version and a checksum of the second part, so that a foreign, newer,
-edited or damaged file is detected before its content is parsed. No pickle is read. The content has
+The file is JSON in two parts. The first line holds format, version and a checksum of the second part, so a foreign, newer, edited
+or damaged file is detected before its content is parsed. No pickle is read. The content has
 
 - `files`: each data file and its size. Names match one pattern, so that no path points outside the folder;
 - `tensors`: dtype, shape and *pieces*; a piece is a box of the tensor and its bytes: row-major, at an offset in one file, with a
@@ -9,7 +9,7 @@ edited or damaged file is detected before its content is parsed. No pickle is re
 - `shared` and `per_rank`: skeletons of `values.encode`. Their tensors are entries whose names begin with "$".
 
 Invariants that `parse` enforces on any input: pieces cover each tensor exactly once; byte ranges are inside their files and never
-overlap, so that the bytes on disk bound allocations; every number is an int in range. box_reader.py checks the sizes of the real
+overlap, so the bytes on disk bound allocations; every number is an int in range. box_reader.py checks the sizes of the real
 files and the checksums when it reads the bytes.
 """
 
@@ -34,8 +34,8 @@ from slipstream.checkpoint.flat_slice import Box, Shape, check_cover
 
 METADATA = "metadata.json"
 FORMAT = "slipstream-checkpoint"
-VERSION = 2  # 1 had no mesh: all ranks were on one axis
-BLOCK = 1 << 20  # bytes per checksum: small against a piece, large against the cost of a system call; fits the cache
+VERSION = 2  # version 1 had no mesh: all ranks were on one axis
+BLOCK = 1 << 20  # bytes per checksum: small compared with a piece, large enough for a system call; fits the cache
 SLACK = 1 << 24  # bytes that a checkpoint's values may have regardless of the size of its files
 SIZE_LIMIT = 1 << 29  # bytes of metadata; some 3 million pieces
 _SHARE = 4  # bytes of metadata per byte of data, beyond SLACK: a piece has 150 bytes of metadata and at least 64 of data
@@ -75,14 +75,12 @@ class Piece:
     box: Box
     file: str
     at: int  # byte offset in the file
-    crc32: tuple[int, ...]  # of each BLOCK bytes; none in DeepSpeed's files and Hugging Face's
+    crc32: tuple[int, ...]  # one per BLOCK bytes; none in files of DeepSpeed and Hugging Face
     zip_record: ZipRecord | None = None  # in DeepSpeed's files: the record that contains it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of a checkpoint."""
-
     dtype: torch.dtype
     shape: Shape
     pieces: tuple[Piece, ...]
@@ -93,7 +91,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """The content of metadata.json; for files of other programs, which have none, `mesh` is empty.
+    """The content of metadata.json. For files of other programs, which have no metadata.json, `mesh` is empty.
 
     mesh: the axes of the run that saved, outermost first, and their sizes. `per_rank` has one entry per coordinate, row-major.
     """
@@ -113,14 +111,14 @@ class Document:
 
 
 class Counterpart(NamedTuple):
-    """The rank of the run that saved whose values a rank of another mesh continues."""
+    """The rank of the saving run whose values a rank of another mesh continues."""
 
     rank: int
-    copy: int  # 0 for the first rank that continues it, 1 for the next along the batch or the sequence, ...
+    copy: int  # 0 for the first rank that continues it, 1 for the next one along the batch or the sequence, ...
 
 
 def counterpart(saved: Mapping[str, int], current: Mapping[str, int], rank: int) -> Counterpart:
-    """The rank at the same place of the axes "batch" and "sp", and at the same index of the other axes if it is there, else 0."""
+    """The rank at the same place on the axes "batch" and "sp". On other axes, the same index if it exists, else 0."""
     place: dict[str, int] = {}
     for axis, size in reversed(list(current.items())):
         place[axis], rank = rank % size, rank // size
@@ -173,7 +171,7 @@ def render(document: Document) -> bytes:
 
 
 def size_limit(data_nbytes: int) -> int:
-    """The largest metadata, in bytes, read with `data_nbytes` of data: parsed, it uses ten times its bytes in memory."""
+    """The largest metadata, in bytes, that is read for `data_nbytes` of data: parsing it uses ten times its size in memory."""
     return min(SIZE_LIMIT, SLACK + _SHARE * data_nbytes)
 
 
@@ -204,7 +202,7 @@ def parse(raw: bytes) -> Document:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable the garbage collector: it would scan millions of new objects without cycles again and again, half of the time."""
+    """Disable the garbage collector, which would scan millions of new objects, all without cycles: half of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

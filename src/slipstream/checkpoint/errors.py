@@ -1,7 +1,7 @@
 """The one error of this package, and how ranks agree on it.
 
-Every step that can fail on one rank runs through `Ranks`: it gathers the outcomes on rank 0, and either every rank continues
-or every rank raises the same `CheckpointError`. A rank therefore never waits for one that has failed.
+Every step that can fail on one rank runs through `Ranks`. It gathers the outcomes on rank 0, and then either every rank continues
+or every rank raises the same `CheckpointError`. So a rank never waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A rank's error as text, since not every exception can be pickled."""
+    """A rank's error as text, because not every exception can be pickled."""
 
     text: str
 
@@ -50,7 +50,7 @@ class Ranks:
         return values[0]
 
     def gather(self, step: str, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank; rank 0 gets all results, the others an empty list. One failure fails all."""
+        """Run `work` on every rank. Rank 0 gets all results, the others an empty list. If one rank fails, all raise."""
         outcome, error = _attempt(work)
         outcomes: list[Any] = [outcome] if self.group is None else [None] * self.size
         if self.group is not None:

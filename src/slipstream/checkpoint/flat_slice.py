@@ -63,7 +63,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """The boxes of the row-major range [start, stop) of `shape`, in memory order.
 
-    An empty range has none, except that a tensor of zero elements is one empty box, so that it has a record.
+    An empty range has no boxes. But a tensor of zero elements is one empty box, so that it has a record.
     """
     shape = tuple(shape)
     numel = math.prod(shape)
@@ -75,7 +75,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         return []
     row = numel // shape[0]
     first_whole, end_whole = -(-start // row), stop // row
-    if first_whole > end_whole:  # begins and ends inside one row
+    if first_whole > end_whole:  # the range begins and ends inside one row
         return _in_row(shape, end_whole, start, stop)
     parts = []
     if start < first_whole * row:
@@ -89,7 +89,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def boxes_in(places: Sequence[Box], start: int, stop: int) -> list[Box]:
-    """The boxes of elements [start, stop) of a tensor whose memory fills `places`, one after the other."""
+    """The boxes of elements [start, stop) of a tensor whose memory fills `places` one after another."""
     result, first = list[Box](), 0
     for outer in places:
         begin, end = max(start - first, 0), min(stop - first, outer.numel)
@@ -100,8 +100,8 @@ def boxes_in(places: Sequence[Box], start: int, stop: int) -> list[Box]:
 
 
 def places_of(ranges: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
-    """The boxes that a tensor fills in memory's order, whose dimension i has the indices `ranges[i]` of the whole's."""
-    # before the last dimension of several ranges, the memory goes through one index at a time
+    """The boxes that a tensor fills, in memory order; its dimension i holds the indices `ranges[i]` of the whole's dimension i."""
+    # outside the last dimension with several ranges, memory order goes one index at a time
     last = max((dim for dim, each in enumerate(ranges) if len(each) > 1), default=0)
     steps = [[(i, i + 1) for a, b in each for i in range(a, b)] if dim < last else list(each) for dim, each in enumerate(ranges)]
     return tuple(Box(tuple(a for a, _ in place), tuple(b - a for a, b in place)) for place in itertools.product(*steps))
@@ -207,7 +207,7 @@ class Ranged(Protocol):
 class FlatSlice:
     """This rank's flat range of one tensor: `data` holds elements [start, start + data.numel()) of `shape`, or of boxes in it.
 
-    `data` is 1-D and contiguous, on any device or on disk; saving reads it and loading fills it in place. A rank that owns no
+    `data` is 1-D and contiguous, on any device or on disk. Saving reads it and loading fills it in place. A rank that owns no
     element of a tensor passes an empty `data` (any start within bounds) or omits the name.
     """
 
@@ -216,7 +216,7 @@ class FlatSlice:
     start: int  # in elements, row-major
     places: tuple[
         Box, ...
-    ] = ()  # what the rank's tensor is of the whole, in its memory's order; start counts in them. (): all of it
+    ] = ()  # the boxes of the whole that the rank's tensor fills, in memory order; start counts in them. (): all of it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -225,7 +225,7 @@ class FlatSlice:
                 f"FlatSlice: data must be 1-D and contiguous, has shape {tuple(self.data.shape)} "
                 f"and strides {self.data.stride()}; pass a flat view"
             )
-        if len(self.places) == 1 and (span := flat_range(self.shape, self.places[0])) is not None:  # a range of the whole as well
+        if len(self.places) == 1 and (span := flat_range(self.shape, self.places[0])) is not None:  # also a range of the whole
             object.__setattr__(self, "start", span[0] + self.start)
             object.__setattr__(self, "places", ())
         numel = sum(box.numel for box in self.places) if self.places else math.prod(self.shape)
@@ -244,7 +244,7 @@ class FlatSlice:
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable, without numpy. The caller keeps the tensor alive."""
+    """A writable view of a contiguous CPU tensor's memory, without numpy. The caller keeps the tensor alive."""
     nbytes = tensor.numel() * tensor.element_size()
     return _view_memory(tensor.data_ptr(), nbytes, _WRITABLE) if nbytes else memoryview(b"")
 

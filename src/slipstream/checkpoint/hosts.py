@@ -1,9 +1,9 @@
-"""Checkpoints of several hosts, each with a directory of its own, on its disk or in its memory.
+"""Checkpoints of several hosts, each with its own directory, on its disk or in its memory.
 
-    save              a host's directory gets the metadata and the files of its own ranks; in memory also those of the host before
-                      it, so that a host that is lost takes none with it
-    complete_newest   ranks that start again, on whichever hosts are left, complete the newest checkpoint in each directory
-    completed         while a checkpoint is loaded, each host has a folder with the files of the others, too
+save              a host's directory gets the metadata and the files of its own ranks; in memory also those of the preceding host,
+                  so that a lost host takes no files with it
+complete_newest   restarted ranks, on whichever hosts are left, complete the newest checkpoint in each directory
+completed         while a checkpoint is loaded, each host also has the other hosts' files in a folder
 
 Files travel through torch's process group. Meanwhile each host needs room for the whole checkpoint.
 """
@@ -44,7 +44,7 @@ from slipstream.ops.disk import num_free
 from slipstream.world.host import available_memory
 
 _CHUNK = 1 << 26  # bytes of a message
-_BESIDE = ".loading-"  # the folders of loads that run
+_BESIDE = ".loading-"  # prefix of the folders of running loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Hosts:
     """The ranks of a group on hosts of `per_host` consecutive ranks.
 
     index      this rank's place in the group
-    in_memory  the directories are: one host may be lost, and memory is their room
+    in_memory  whether the directories are in memory: one host may be lost, and memory limits their space
     """
 
     group: dist.ProcessGroup
@@ -63,18 +63,18 @@ class Hosts:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank makes its host's folders."""
+        """Whether this rank creates its host's folders."""
         return self.index % self.per_host == 0
 
     @property
     def files(self) -> set[str]:
-        """The data files that this host's directory gets."""
+        """The data files that this host's directory receives."""
         first = self.index - self.index % self.per_host
         before = first - self.per_host if self.in_memory else first
         return {file_name(rank % self.size) for rank in range(before, first + self.per_host)}
 
     def copy_to_next(self, folder: Path, sizes: Mapping[str, int]) -> None:
-        """Send this rank's file to the next host, and write the one from the host before. Collective."""
+        """Send this rank's file to the next host, and write the one from the preceding host. Collective."""
         before = (self.index - self.per_host) % self.size
         own, other = file_name(self.index), file_name(before)
         sent = _File(folder / own, sizes[own]) if own in sizes else None
@@ -82,7 +82,7 @@ class Hosts:
         self._exchange(sent, (self.index + self.per_host) % self.size, received, before)
 
     def move(self, moves: Sequence[Move], folder: Path, target: Path) -> None:
-        """Make each move in which this rank is a part: from its `folder`, into its `target`. Raises after the last one."""
+        """Do the moves that involve this rank: from its `folder`, into its `target`. Errors are raised after the last one."""
         failure: OSError | None = None
         for name, nbytes, source, to in moves:
             try:
@@ -96,7 +96,7 @@ class Hosts:
             raise failure
 
     def _exchange(self, sent: _File | None, to: int, received: _File | None, source: int) -> None:
-        """Send a file, and write the one that comes. What fails is raised at the end: the other ranks wait for messages."""
+        """Send a file, and write the received one. Errors are raised at the end, because the other ranks wait for messages."""
         to, source = (dist.get_global_rank(self.group, rank) for rank in (to, source))
         failure: OSError | None = None
         sizes = [0 if file is None else file.nbytes for file in (sent, received)]
@@ -125,7 +125,7 @@ class Hosts:
 
 
 class _File(NamedTuple):
-    """A file of so many bytes, read and written in chunks."""
+    """A file of known size, read and written in chunks."""
 
     path: Path
     nbytes: int
@@ -142,7 +142,7 @@ class _File(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A file that a host lacks, and the places of the leaders that send and write it."""
+    """A file that a host lacks, and the leaders that send and write it."""
 
     name: str
     nbytes: int
@@ -151,12 +151,12 @@ class Move(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What the directory of one host has of a checkpoint."""
+    """The files of a checkpoint in one host's directory."""
 
     save_id: str
     tag: str
     steps: int
-    sizes: Mapping[str, int]  # of all its files, also of the metadata
+    sizes: Mapping[str, int]  # of all its files, including the metadata
     present: frozenset[str]
 
 
@@ -167,8 +167,8 @@ class _Holding(NamedTuple):
 
 
 def complete_newest(directory: str, hosts: Hosts, after: int) -> bool:
-    """Give each host's directory all files of the newest checkpoint, of more than `after` steps, that the hosts have together;
-    False if they have none.
+    """Give each host's directory all files of the newest checkpoint, of more than `after` steps, that the hosts hold together.
+    Returns False if there is none.
 
     Collective. Raises CheckpointError on every rank, for instance if a host has no room for it.
     """
@@ -184,7 +184,7 @@ def complete_newest(directory: str, hosts: Hosts, after: int) -> bool:
 
     def commit() -> None:
         if is_new:
-            if folder.exists():  # of another save at the same step, which is not whole
+            if folder.exists():  # from another save at the same step, which is incomplete
                 remove(folder)
             os.rename(target, folder)
         if hosts.is_leader:
@@ -194,7 +194,7 @@ def complete_newest(directory: str, hosts: Hosts, after: int) -> bool:
     try:
         ranks.gather(step, lambda: hosts.move(moves, folder, target))
     except BaseException:
-        for move in own:  # a sender that could not read has sent something else
+        for move in own:  # a sender that failed to read has sent other bytes
             (target / move.name).unlink(missing_ok=True)
         raise
     ranks.gather(step, commit)
@@ -203,14 +203,14 @@ def complete_newest(directory: str, hosts: Hosts, after: int) -> bool:
 
 @contextmanager
 def completed(directory: str, tag: str | None, hosts: Hosts, *, universal: bool = False) -> Iterator[tuple[str, str | None]]:
-    """Inside, a directory has all files of checkpoint `tag` on each host: yields it, and the tag. None: of the hosts' latest, the
-    newest that is whole.
+    """Inside, a directory on each host has all files of checkpoint `tag`; yields the directory and the tag. tag None: the newest
+    complete one among the hosts' latest.
 
-    [Note: Beside] Nothing in `directory` is changed, whatever a host has under that tag: what is to be loaded is a folder beside,
-    with links to the host's own files and those that came from others, and it goes when it has been loaded.
+    [Note: Beside] Nothing in `directory` is changed, whatever a host has under that tag. The yielded directory is a temporary one
+    beside it, with links to the host's own files and the files from other hosts.
 
-    Collective. Raises CheckpointError on every rank, for instance if a file is on no host. What no host has, or is of DeepSpeed's
-    format, is left to the reader."""
+    Collective. Raises CheckpointError on every rank, for instance if a file is on no host. Checkpoints that no host has, and those
+    of DeepSpeed's format, are left to the reader."""
     ranks, step, parent = Ranks(hosts.group), f"checkpoint {directory}/{tag or LATEST} was not loaded", Path(directory)
     latest = ranks.gather(step, lambda: (tag or read_latest(parent, universal)) if hosts.is_leader else None)
     wanted = ranks.decide(step, lambda: sorted({each for each in latest if each is not None}))
@@ -252,7 +252,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _holding(parent: Path, hosts: Hosts, wanted: Sequence[str] | None) -> _Holding:
-    """What this leader's directory has: of the checkpoints `wanted`, or of all."""
+    """The checkpoints in this leader's directory: those in `wanted`, or all."""
     if wanted is None:
         parent.mkdir(parents=True, exist_ok=True)
         sweep(parent, "")
@@ -273,7 +273,7 @@ def _holding(parent: Path, hosts: Hosts, wanted: Sequence[str] | None) -> _Holdi
 
 
 def _sweep_beside(parent: Path) -> None:
-    """Remove what loads that were killed have left; nothing where a file system has no locks, since a load may run."""
+    """Remove the folders that killed loads left. Without locks in the file system, do nothing, because a load may be running."""
     for folder in parent.glob(f"{_BESIDE}*"):
         if (lock := lock_folder(folder)) not in (None, NO_LOCKS):
             shutil.rmtree(folder, ignore_errors=True)
@@ -285,9 +285,9 @@ def _size(path: Path) -> int:
 
 
 def _choose(holdings: Sequence[_Holding], tag: str | None, after: int) -> tuple[_Held, list[Move]] | None:
-    """The newest checkpoint of more than `after` steps of which each file is on some host, and the moves that complete it. Raises
-    CheckpointError if `tag` has files that are on none."""
-    by_id: dict[str, dict[int, _Held]] = {}  # then by leader
+    """The newest checkpoint of more than `after` steps each of whose files is on some host, and the moves that complete it. Raises
+    CheckpointError if files of `tag` are on no host."""
+    by_id: dict[str, dict[int, _Held]] = {}  # save id -> leader -> files
     for holding in holdings:
         for held in holding.held:
             by_id.setdefault(held.save_id, {})[holding.leader] = held

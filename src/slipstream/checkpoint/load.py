@@ -45,30 +45,30 @@ class Metadata:
     """The content of a checkpoint, known without reading tensors."""
 
     path: Path
-    shared: dict[str, Any]  # its tensors and arrays are stand-ins on the meta device: shape and dtype only
+    shared: dict[str, Any]  # its tensors and arrays are stand-ins on meta: shape and dtype only
     document: Document = field(repr=False)
 
     @property
     def world_size(self) -> int:
-        """Of the run that saved it; 0 for files of other programs."""
+        """The number of ranks that saved; 0 for files of other programs."""
         return self.document.world_size
 
     @cached_property
     def tensors(self) -> dict[str, Entry]:
-        """Those with names of their own; the others belong to values."""
+        """The tensors with names of their own; the others belong to values."""
         return {name: entry for name, entry in self.document.tensors.items() if not name.startswith("$")}
 
 
 class Loaded(NamedTuple):
     shared: dict[str, Any]
     per_rank: dict[str, Any] | None  # None if ranks of another mesh saved it
-    nearest: dict[str, Any]  # those of the rank that this one continues; empty if the checkpoint has none
-    copy: int  # which of the ranks that continue it this is
+    nearest: dict[str, Any]  # values of the rank that this one continues; empty if the checkpoint has none
+    copy: int  # this rank's index among the ranks that continue it
 
 
 def latest_tag(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None, universal: bool = False) -> str | None:
-    """The tag in `latest`, else in `latest_universal` (with `universal` in the other order), read by rank 0 of `group`; None if
-    neither exists."""
+    """The tag in `latest`, else in `latest_universal` (with `universal`: in the other order), as rank 0 of `group` reads it; None
+    if neither exists."""
     return Ranks(group).decide("no checkpoint was loaded", lambda: _latest(Path(directory), universal))
 
 
@@ -104,10 +104,10 @@ def retry_if_replaced(
 
 
 def load_metadata(directory: str | os.PathLike[str], tag: str, *, group: dist.ProcessGroup | None = None) -> Metadata:
-    """Read the metadata of checkpoint `tag`. Collective over `group`; raises CheckpointError on every rank if one fails.
+    """Read the metadata of checkpoint `tag`. Collective over `group`; if it fails on one rank, every rank raises CheckpointError.
 
-    Every rank reads our metadata.json, which shows that all see the same file. DeepSpeed's metadata are as many pickles as it had
-    ranks, so only rank 0 reads them.
+    Every rank reads our metadata.json, which shows that all see the same file. DeepSpeed's metadata are one pickle per rank that
+    saved, so only rank 0 reads them.
     """
     return retry_if_replaced(directory, tag, lambda: _load_metadata(directory, tag, group), group=group)
 
@@ -192,7 +192,7 @@ def _load(
     with closing(BoxReader(path, document)) as files:
         _verify_records(ranks, step, files, [*shared, *tensors])
         _read(ranks, step, files, {**shared, **own})
-        files.close()  # opened again for the tensors: if the checkpoint has been replaced by then, the load fails and is retried
+        files.close()  # opened again for the tensors; if the checkpoint is replaced by then, the load fails and is retried
         values = _values(document.shared, shared, f"{path}: shared")
         skeleton = document.per_rank[there.rank] if document.per_rank else {}
         nearest = _values(skeleton, own, f"{path}: per_rank[{there.rank}]")
@@ -225,7 +225,7 @@ def _check_target(name: str, tensor: FlatSlice | Tensor, document: Document, con
 
 
 def _check_complete(path: Path, document: Document, save_ids: list[str]) -> None:
-    """The checks of rank 0 for all: ranks see the same checkpoint, files have their sizes, values are well formed."""
+    """The checks that rank 0 does for all: ranks see the same checkpoint, files have their sizes, values are well formed."""
     _check_same(save_ids)
     for name, size in document.files.items():
         os.close(open_data(path / name, size))
@@ -238,7 +238,7 @@ def _check_complete(path: Path, document: Document, save_ids: list[str]) -> None
 
 
 def _verify_records(ranks: Ranks, step: str, files: BoxReader, names: Iterable[str]) -> None:
-    """Verify each zip record of DeepSpeed's files that any rank needs, on one rank: its checksum covers the whole record."""
+    """Verify each zip record of DeepSpeed's files that any rank needs on one rank, because a checksum covers a whole record."""
     if files.document.world_size:  # our format has a checksum per block; the reader verifies those that it reads
         return
     pieces = (piece for name in names for piece in files.document.tensors[name].pieces)

@@ -1,13 +1,13 @@
-"""Reads files of `torch.save` without executing anything: the structure, and the location of each tensor's bytes.
+"""Reads `torch.save` files without executing anything: the structure, and the location of each tensor's bytes.
 
 Such a file is a zip archive without compression: `data.pkl`, a pickle, and one record of raw bytes for each storage. A pickle can
-call anything it names, so the unpickler here has an allowlist, and its own stand-in for each name:
+call anything that it names, so the unpickler here has an allowlist, and its own stand-in for each name:
 
 Stored   a tensor: the location of its bytes, not the bytes
 Record   an object of one of DeepSpeed's classes (or an `argparse.Namespace`): its attributes, none of its code
 
-Any other name raises CheckpointError with that name. The stand-ins are created anew for each file, because a pickle can set
-attributes on them, which would otherwise persist.
+Any other name raises CheckpointError with that name. The stand-ins are created anew for each file, because attributes that a
+pickle sets on them would otherwise persist.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from slipstream.checkpoint.flat_slice import Shape
 
 logger = logging.getLogger(__name__)
 
-_LIMIT = 1 << 28  # bytes of a pickle; that of a model with a hundred thousand parameters has 30 million
+_LIMIT = 1 << 28  # bytes of a pickle; a model with a hundred thousand parameters has 30 million
 _DEPTH = 1000  # nesting levels of a value
 _EMPTY = 10_000  # tensors without bytes of their own in the file: empty records, or views of the same bytes
 _BYTES = 64  # bytes in the file per tensor beyond _EMPTY; torch aligns records to 64 bytes
@@ -54,7 +54,7 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor in a file: `shape` elements of `dtype` from byte `at`, contiguous (if not, `at` is -1)."""
+    """A tensor in a file: `shape` elements of `dtype` from byte `at`, contiguous (otherwise `at` is -1)."""
 
     path: Path
     at: int
@@ -121,7 +121,7 @@ class _Archive:
     def __init__(self, path: Path, file: IO[bytes], records: dict[str, zipfile.ZipInfo]) -> None:
         self.path, self._file, self._records = path, file, records
         self.nbytes = os.fstat(file.fileno()).st_size
-        self.has_checksums = any(record.CRC for record in records.values())  # with checksums disabled torch writes 0 for all
+        self.has_checksums = any(record.CRC for record in records.values())  # torch writes 0 for all if checksums are disabled
 
     def place(self, name: str) -> ZipRecord:
         """Locate a record. Raises CheckpointError if it is not inside the file."""
@@ -147,20 +147,20 @@ _GROWS = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
 
 
 def _check_size(raw: bytes, most_tensors: int) -> None:
-    """Refuse a small pickle that would create a vast value, without creating it.
+    """Refuse a small pickle that would create a huge value, without creating it.
 
-    A value can be referenced many times: a list of two equal lists of two ..., nested thirty times, is a few hundred bytes, and
+    A value can be referenced many times: a list of two equal lists of two ..., nested thirty times, takes a few hundred bytes, and
     printing, hashing, comparing or walking it takes 2**30 steps. So this walks the opcodes and gives each value a size, counting
     everything below it once per reference; a value inside another one must not grow any more. Deep nesting would overflow the
     stack when it is hashed. A huge memo index would make Python allocate a memo of that size. Tensors that are views of the same
-    bytes need none in the file but an object each here: at most `most_tensors` are allowed.
+    bytes need no bytes of their own in the file but an object each here: at most `most_tensors` are allowed.
     """
     stack: list[_Value | None] = []  # None: a mark
     memo: dict[int, _Value] = {}
     num_tensors = 0
     for count, (opcode, argument, _) in enumerate(pickletools.genops(raw)):
         name = opcode.name
-        num_tensors += name == "BINPERSID"  # torch names a tensor's storage so, each time
+        num_tensors += name == "BINPERSID"  # torch refers to a tensor's storage by it, each time
         if num_tensors > most_tensors:
             raise CheckpointError(f"damaged or hostile: it has more than {most_tensors:,} tensors, and too few bytes for them")
         if _moves(name, argument, count, stack, memo):
@@ -188,7 +188,7 @@ def _check_size(raw: bytes, most_tensors: int) -> None:
 
 
 def _moves(name: str, argument: Any, count: int, stack: list[_Value | None], memo: dict[int, _Value]) -> bool:
-    """Follow an opcode that makes no value: of the memo, or a mark. Returns whether it is one."""
+    """Follow an opcode of the memo or a mark, which makes no value. Returns whether the opcode is one of these."""
     if "PUT" in name or name == "MEMOIZE":
         number = len(memo) if name == "MEMOIZE" else int(argument or 0)
         if number > count:
@@ -244,7 +244,7 @@ class _Unpickler(pickle.Unpickler):
             ("torch._tensor", "_rebuild_from_type_v2"): lambda rebuild, _, args, attributes: rebuild(*args),
             ("torch", "Tensor"): "Tensor",
             ("torch.nn.parameter", "Parameter"): "Parameter",
-            ("_codecs", "encode"): lambda text, coding="latin1": _as(str, text).encode("latin1"),  # bytes, in protocol 2
+            ("_codecs", "encode"): lambda text, coding="latin1": _as(str, text).encode("latin1"),  # how protocol 2 pickles bytes
         }
         for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
             self._known[module, "_reconstruct"] = lambda *_: Array()

@@ -1,9 +1,9 @@
 """The plan of a save: which rank writes which box of which tensor.
 
-    own_shares    every rank lists the boxes that it has -> rank 0 checks them and names a writer for each -> each rank's own
-    shares_of     the boxes of one rank's tensors, also for a load
+        own_shares    every rank lists the boxes that it has -> rank 0 checks them and names a writer for each -> each rank's own
+        shares_of     the boxes of one rank's tensors, also for a load
 
-Boxes are in coordinates of the whole tensor; a flat range is a case of them, a DTensor's shard another.
+    Boxes are in coordinates of the whole tensor. Flat ranges and DTensor shards are converted to boxes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import Box, FlatSlice, Ranged, Shape, check_cover, whole_box
 from slipstream.checkpoint.values import check_dense
 
-STAGE = 1 << 24  # bytes of values that are copied to the host or converted at a time
+STAGE = 1 << 24  # bytes of values copied to the host or converted at a time
 
 
 class Share(NamedTuple):
@@ -90,8 +90,8 @@ class Extent(NamedTuple):
 
 
 def own_shares(ranks: Ranks, step: str, tensors: Mapping[str, FlatSlice | Tensor]) -> list[Share]:
-    """The shares that this rank writes. Collective; raises CheckpointError unless the ranks have every element exactly once,
-    apart from equal boxes, of which one rank writes each."""
+    """The shares that this rank writes. Collective. Raises CheckpointError unless the ranks together hold every element exactly
+    once; equal boxes are allowed, and one rank writes each."""
     shares: list[Share] = []
 
     def extents() -> dict[str, Extent]:
@@ -107,7 +107,7 @@ def own_shares(ranks: Ranks, step: str, tensors: Mapping[str, FlatSlice | Tensor
 
 
 def choose_writers(extents_by_rank: Sequence[Mapping[str, Extent]]) -> dict[tuple[str, Box], int]:
-    """The writer of each box that several ranks have: the one with the least data until then, among equals the lowest."""
+    """The writer of each box that several ranks hold: the one with the least data so far; among equals, the lowest rank."""
     kinds: dict[str, tuple[torch.dtype, Shape]] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, extents in enumerate(extents_by_rank):
@@ -126,7 +126,7 @@ def choose_writers(extents_by_rank: Sequence[Mapping[str, Extent]]) -> dict[tupl
         boxes_by_name[name].append(box)
         writer = min(ranks, key=nbytes.__getitem__)
         dtype, shape = kinds[name]
-        nbytes[writer] += math.prod(shape) * dtype.itemsize or 1  # of the whole tensor: files stay those of earlier versions
+        nbytes[writer] += math.prod(shape) * dtype.itemsize or 1  # of the whole tensor: files stay as in earlier versions
         if len(ranks) > 1:
             writers[name, box] = writer
     for name, parts in boxes_by_name.items():

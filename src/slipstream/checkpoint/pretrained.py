@@ -2,14 +2,14 @@
 
 The position of every byte follows from names, shapes and dtypes alone (`shards`). Rank 0 creates the files with their headers,
 then each rank writes its boxes (plan.py) at their offsets: nothing is gathered, and a rank needs at most `STAGE` extra bytes.
-Computed tensors (merged adapters) come as a stream of whole tensors that every rank iterates, and are written likewise.
+Computed tensors (merged adapters) come as a stream of whole tensors that every rank iterates, and are written in the same way.
 
 A new folder appears atomically. For an existing folder the draft is a subfolder (renames stay on one file system, and the parent
 need not be writable), and one rename, of the index or of the only file, switches to the new weights: new shards are first moved
 in under names that the old ones do not have, and the old shards are deleted last. Other files in the folder stay.
 
-If config.json differs, two names must change at once: the draft, with links to the folder's other files, is swapped with the
-folder. If that is impossible (`_swap`), config.json is renamed just before the weights, and a crash between the two leaves it with
+If config.json changes, two names must change at once: the draft, with links to the folder's other files, is swapped with the
+folder. If that is impossible (`_swap`), config.json is renamed just before the weights; a crash between the two leaves it beside
 the old weights.
 """
 
@@ -40,7 +40,7 @@ SHARD_NBYTES = 5_000_000_000  # per file; transformers' default
 
 
 class Out(NamedTuple):
-    """A tensor to write and its dtype in the file. A meta tensor is a shape: its values come from `write`'s stream."""
+    """A tensor to write and its dtype in the file. A meta tensor only gives the shape: its values come from `write`'s stream."""
 
     held: FlatSlice | Tensor
     dtype: torch.dtype
@@ -141,8 +141,8 @@ def write(
     """Write the folder. Collective; every rank passes the same names. Raises the same CheckpointError on every rank.
 
     texts: further files with their content (config.json). stream: the values of meta tensors, the same on every rank, each valid
-    until the next is requested; iterated to its end even if a write fails, since producing it may be collective. single: the name
-    of the file if one is enough.
+    until the next one is requested; it is iterated to its end even if a write fails, because producing it may be collective.
+    single: the name of the file if one is enough.
     """
     ranks, target = Ranks(group), Path(os.path.abspath(folder))
     step = ranks.first(f"{target} was not written")
@@ -163,7 +163,7 @@ def write(
     def begin() -> None:
         nonlocal lock
         draft.mkdir(parents=True)
-        lock = lock_folder(draft)  # released when the process ends; then the draft may be swept
+        lock = lock_folder(draft)  # the lock ends with the process; then the draft may be swept
         _begin(draft, headers, places, tensors)
 
     try:
@@ -193,7 +193,7 @@ def _fill(
     shares: Sequence[Share],
     stream: Iterable[tuple[str, Tensor]],
 ) -> None:
-    """Write this rank's shares; those of meta tensors get their values from `stream`."""
+    """Write this rank's shares; the values of meta tensors come from `stream`."""
     handles: dict[str, int] = {}
     awaited = {name for name, out in tensors.items() if isinstance(out.held, Tensor) and out.held.is_meta}
     streamed = {share.name: share for share in shares if share.name in awaited}
@@ -241,12 +241,12 @@ def _pwrite(handle: int, raw: memoryview, at: int) -> None:
 
 
 def _draft(target: Path, mark: str) -> Path:
-    """Next to a new folder; inside an existing one, which may be a mount point or a link to another file system."""
+    """The draft's folder: beside a new folder, but inside an existing one, which may be a mount point or a link."""
     return target / f".tmp-{mark}" if target.is_dir() else target.with_name(f"{target.name}.tmp-{mark}")
 
 
 def _stem(target: Path, mark: str) -> str:
-    """The prefix of the shards' names, unlike those in the folder. Also removes the drafts of killed saves."""
+    """The prefix of the shards' names, different from those in the folder. Also removes the drafts of killed saves."""
     sweep_drafts(target)
     has_shards = target.is_dir() and any(path.name.startswith("model-0") for path in target.iterdir())
     return f"model-{mark[:8]}" if has_shards else "model"
@@ -271,14 +271,14 @@ def _finish(
         os.rename(draft, target)
         sync(target.absolute().parent)
         return
-    had_weights = single == SINGLE and ((target / INDEX).exists() or (target / SINGLE).exists())  # adapters may be next to a base
+    had_weights = single == SINGLE and ((target / INDEX).exists() or (target / SINGLE).exists())  # adapters may be beside a base
     if had_weights and not all(_is_same(draft / name, target / name) for name in texts) and _swap(draft, target, {*files, *new}):
         return
     _move(draft, target, [*files, *new], INDEX if len(files) > 1 else single)
 
 
 def _move(draft: Path, target: Path, names: Collection[str], last: str) -> None:
-    """Move the draft's files into the folder, the one that names all others last; then remove those of earlier saves."""
+    """Move the draft's files into the folder, the one that names all others last; then remove files of earlier saves."""
     for name in (name for name in names if name != last and not _is_same(draft / name, target / name)):
         os.replace(draft / name, target / name)
         sync(target)
@@ -286,7 +286,7 @@ def _move(draft: Path, target: Path, names: Collection[str], last: str) -> None:
     sync(target)
     if last not in (SINGLE, INDEX):
         return
-    for name in {SINGLE, INDEX} - {last}:  # if both exist, readers disagree which to prefer
+    for name in {SINGLE, INDEX} - {last}:  # readers differ in which of both they prefer
         (target / name).unlink(missing_ok=True)
     sync(target)
     for path in target.iterdir():
@@ -332,5 +332,5 @@ def _is_same(new: Path, old: Path) -> bool:
     return new.suffix == ".json" and old.is_file() and old.read_bytes() == new.read_bytes()
 
 
-_SHARD = re.compile(r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors")  # what a save may have written
+_SHARD = re.compile(r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors")  # files that a save may have written
 _ITEMSIZES = {word: dtype.itemsize for dtype, word in WORDS.items()}

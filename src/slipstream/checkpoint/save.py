@@ -37,7 +37,7 @@ TagValidation = Literal["Warn", "Fail", "Ignore"]
 
 
 class Content(TypedDict):
-    """The keywords of both `save` and `save_async`; `_begin` has their defaults."""
+    """The keywords of `save` and `save_async`. `_begin` has their defaults."""
 
     tensors: Mapping[str, FlatSlice | Tensor]
     shared: Mapping[str, Any]
@@ -55,10 +55,10 @@ def save(directory: str | os.PathLike[str], tag: str, *, hosts: Hosts | None = N
     Collective over `group` (None: this process alone). `tensors`: the slices of one name must cover the tensor exactly once over
     the ranks; equal slices, and whole tensors that several ranks pass, are written once. `shared` is taken from rank 0,
     `per_rank` from each rank; both hold values that `values.encode` accepts. The tag is rank 0's; if another rank passes a
-    different one, `tag_validation` decides between an error ("Fail"), a warning ("Warn") and nothing ("Ignore"). A checkpoint
-    with the same tag is replaced. `keep`: how many checkpoints stay in the directory, the newest ones. `mesh`: the axes of `group`
-    and their sizes, outermost first; None: one axis. Ranks of an equal mesh get their `per_rank` back. `hosts`: each host has a
-    `directory` of its own (hosts.py).
+    different one, `tag_validation` selects an error ("Fail"), a warning ("Warn") or nothing ("Ignore"). A checkpoint
+    with the same tag is replaced. `keep`: how many of the newest checkpoints stay in the directory. `mesh`: the axes of `group`
+    and their sizes, outermost first; None: one axis. Ranks of an equal mesh get their `per_rank` back. `hosts`: each host has its
+    own `directory` (hosts.py).
     """
     pending = _begin(directory, tag, None, hosts, **content)
     try:
@@ -82,8 +82,8 @@ def save_async(
 
 @dataclass(slots=True, kw_only=True)
 class PendingSave:
-    """An uncommitted save on one rank: its bytes are written or staged. Only a rank with a draft commits and tidies: rank 0, and
-    the first of each host where hosts have directories of their own."""
+    """An uncommitted save on one rank, whose bytes are written or staged. Only a rank with a draft commits and tidies: rank 0, or
+    the first rank of each host if hosts have their own directories."""
 
     ranks: Ranks
     step: str
@@ -102,7 +102,7 @@ class PendingSave:
         return self.draft
 
     def content(self) -> Document:
-        """Of the whole checkpoint; rank 0 only."""
+        """The document of the whole checkpoint; rank 0 only."""
         return Document(
             save_id=self.own.save_id,
             mesh=self.mesh,
@@ -113,7 +113,7 @@ class PendingSave:
         )
 
     def commit(self, content: Document, files: AbstractSet[str] | None = None) -> None:
-        """files: those that are in this directory; None: all."""
+        """files: those in this directory; None: all"""
         sizes = {name: size for name, size in content.files.items() if files is None or name in files}
         self.own.commit(content, sizes, save_latest=self.save_latest)
 
@@ -138,7 +138,7 @@ def _begin(
     tag: str,
     staging: Staging | None,
     hosts: Hosts | None,
-    /,  # so that these are no keywords of `save_async`
+    /,  # positional, so that `save_async` does not have them as keywords
     tensors: Mapping[str, FlatSlice | Tensor],
     shared: Mapping[str, Any],
     per_rank: Mapping[str, Any],
@@ -193,7 +193,7 @@ def _begin(
 def _drafts(
     ranks: Ranks, step: str, parent: Path, tags: Sequence[str], validation: TagValidation, hosts: Hosts | None
 ) -> tuple[str, str, Draft | None]:
-    """The tag, the folder's name, and the draft if this rank makes one: rank 0, and the first of each host. Collective."""
+    """The tag, the folder's name, and a draft if this rank makes one: rank 0, or the first of each host. Collective."""
     own: list[Draft] = []
 
     def make(tag: str, save_id: str = "") -> tuple[str, str]:

@@ -1,6 +1,6 @@
-"""The stacks of experts of transformers 5, made of what others have: a tensor for each matrix of each expert.
+"""transformers 5's stacks of experts, assembled from other layouts: one tensor for each matrix of each expert.
 
-Such are files from before transformers 5, those that it writes, and checkpoints of models whose experts are modules of a list.
+Files from before transformers 5 have this layout, files that it writes, and checkpoints of models with a list of expert modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slipstream.checkpoint.document import Entry, Piece
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Box, Shape
 
-# The matrices of an expert that are below each other in a stack, by their names in files
+# The matrices of an expert that a stack concatenates by rows, by their names in files
 _MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
@@ -34,7 +34,7 @@ class StackPart(NamedTuple):
 
 
 def names_in_files(name: str) -> Iterator[str]:
-    """The names that a model's tensor may have in files: Mixtral's and PhiMoE's layers of experts had another one."""
+    """The names that a model's tensor may have in files: Mixtral's and PhiMoE's layers of experts had another name."""
     yield name
     older = name.replace(".mlp.", ".block_sparse_moe.")
     yield older
@@ -42,7 +42,7 @@ def names_in_files(name: str) -> Iterator[str]:
 
 
 def parts_of_stack(names: Iterable[str], shape: Shape, stored: Mapping[str, _Stored], misfits: list[str]) -> list[StackPart]:
-    """The parts of a stack of `shape` with one of these names; [] if there are none. What does not fit is added to `misfits`."""
+    """The parts of a stack of `shape` under one of these names; [] if there are none. Parts that do not fit go to `misfits`."""
     for name in names:
         layer, _, leaf = name.rpartition(".")
         matrices = next((each for each in _MATRICES.get(leaf, ()) if f"{layer}.0.{each[0]}.weight" in stored), ())
@@ -71,14 +71,14 @@ class Restacked(NamedTuple):
     """The tensors of a checkpoint under a model's names."""
 
     tensors: dict[str, Entry]
-    parts: dict[str, list[str]]  # of those that the checkpoint has in parts or under another name, the names there
+    parts: dict[str, list[str]]  # model name -> names in the checkpoint, if it has the tensor in parts or under another name
 
 
 def restack(tensors: Mapping[str, Entry], wanted: Mapping[str, Shape], needed: Container[str]) -> Restacked:
-    """Put what `wanted` names, and the checkpoint has in parts or under an older name, in the place of these. Parts that do not
-    fit stay as they are; raises CheckpointError if they are of a stack in `needed`."""
+    """Replace tensors that the checkpoint has in parts or under an older name by those that `wanted` names. Parts that do not fit
+    stay as they are; raises CheckpointError if they belong to a stack in `needed`."""
     result, parts, misfits = dict(tensors), dict[str, list[str]](), list[str]()
-    free = {name: entry for name, entry in tensors.items() if name not in wanted}  # others are the model's own
+    free = {name: entry for name, entry in tensors.items() if name not in wanted}  # the others already have the model's names
     for name, shape in wanted.items():
         if name in tensors:
             continue
@@ -99,7 +99,7 @@ def restack(tensors: Mapping[str, Entry], wanted: Mapping[str, Shape], needed: C
 
 
 def _moved(piece: Piece, to: Box) -> Piece:
-    """A piece of an expert's matrix, whose place in the stack is `to`, as one of the stack."""
+    """A piece of an expert's matrix as a piece of the stack, where the matrix has the place `to`."""
     expert, first, _ = to.offsets
     row, column = piece.box.offsets
     return replace(piece, box=Box((expert, first + row, column), (1, *piece.box.sizes)))

@@ -1,6 +1,6 @@
-"""Upcycling: a dense decoder as a mixture of experts, each a copy of its MLP, with a new router (arXiv:2212.05055).
+"""Upcycling: a dense decoder becomes a mixture of experts, each a copy of its MLP, with a new router (arXiv:2212.05055).
 
-A token's weights add up to 1, so the mixture computes what the dense model did, until training tells the copies apart.
+A token's weights add up to 1, so the mixture computes the same as the dense model, until training makes the copies differ.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.pretrained import Out
 
 _MLP = re.compile(r"(.*\.layers\.(\d+))\.mlp\.(gate|up|down)_proj\.weight")
-USED = 2  # experts of a token, by default
-_SHARED = 128  # features of a shared expert that adds nothing at first, at most
+USED = 2  # experts per token, by default
+_SHARED = 128  # largest number of features of a shared expert, which adds nothing at first
 
 
 class UpcycleTarget(NamedTuple):
-    """The architecture of transformers that a dense one becomes."""
+    """The transformers architecture that a dense one becomes."""
 
     model_type: str
     architecture: str
     expert: str  # the name of an expert's matrix, below its layer
     router: str
-    matrices: Mapping[str, str]  # of the dense model -> of an expert
-    settings: Mapping[str, str]  # of the config -> of the dense config, `num_experts` or `shared_size`
-    biases: str = r"(?!)"  # regular expression of the attention's biases that it has
+    matrices: Mapping[str, str]  # name in the dense model -> name in an expert
+    settings: Mapping[str, str]  # config key -> key of the dense config, `num_experts` or `shared_size`
+    biases: str = r"(?!)"  # regular expression for the attention biases that it has
     shared: str = ""  # prefix of its shared expert, below a layer
 
 
@@ -64,7 +64,7 @@ def upcycle(
     """The tensors and the config of the mixture; experts share the dense model's stored memory until they are written.
 
     Routers are normal with the config's `initializer_range`, seeded by their layer's number. A shared expert, which some mixtures
-    must have, is small and begins with zeros in its last product. top_k: experts of a token.
+    must have, is small, and its last product begins with zeros. top_k: experts per token.
 
     Raises CheckpointError for a model that has no such mixture.
     """
@@ -122,11 +122,11 @@ def _made(target: UpcycleTarget, num_experts: int, gate: Sequence[int], seed: in
 
 
 def _windows(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The attention windows of the mixture, whose layers are all alike."""
+    """The attention windows of the mixture, whose layers all have the same."""
     window, kind = config.get("sliding_window"), config["model_type"]
     if kind in ("qwen2", "qwen3") and not config.get("use_sliding_window"):
         window = None
-    if kind == "llama" or window is None:  # Llama ignores a window that its config may have
+    if kind == "llama" or window is None:  # Llama ignores a window in its config
         return {"sliding_window": None, "use_sliding_window": False}
     layers = int(config["num_hidden_layers"])
     last_full = int(config.get("max_window_layers", 28)) if kind in ("qwen2", "qwen3") else 0

@@ -9,7 +9,7 @@ object with a single key that begins with "$":
     $float $bytes $dtype                    a float that is not finite (its 8 bytes), bytes, a torch.dtype
     $tensor $array $scalar                  a tensor's name; a numpy array (bytes in a tensor); a numpy scalar
 
-A defaultdict becomes a dict, since its factory is code. Any other type raises CheckpointError with path and type: nothing is
+A defaultdict becomes a dict, because its factory is code. Any other type raises CheckpointError with path and type: nothing is
 pickled. Decoded tensors are on the CPU, without gradient; two references to one tensor become two tensors.
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from slipstream.checkpoint.document import DTYPES
 from slipstream.checkpoint.errors import CheckpointError
 
-_DEPTH = 100  # nesting levels; also stops at a cycle
+_DEPTH = 100  # nesting levels; also stops cycles
 _INT_BITS = 4096  # Python limits int <-> str to some 14,000 bits
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
 _REMEDY = "store numbers, strings, lists, dicts, tuples, sets, tensors or numpy arrays instead"
@@ -139,7 +139,7 @@ def _type_name(value: Any) -> str:
 
 
 def decode(skeleton: Any, fetch: Callable[[str], Tensor], path: str) -> Any:
-    """The value of a skeleton; `fetch` returns a tensor by name. Raises CheckpointError for anything `encode` never writes."""
+    """The value of a skeleton; `fetch` returns a tensor by name. Raises CheckpointError for anything that `encode` never writes."""
     try:
         return _decode(skeleton, fetch)
     except (TypeError, ValueError, KeyError, IndexError, struct.error, RecursionError, OverflowError) as error:

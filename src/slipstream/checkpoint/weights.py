@@ -1,8 +1,8 @@
 """Maps the tensors of safetensors files to a model's parameters and buffers, and reads flat ranges of them on demand.
 
 Only headers are read before `WeightFiles.read`, which reads only the bytes of its range. `rename` maps a stored name to the
-model's; tied parameters are found under any of their names. Files from before transformers 5, and those that it writes, have one
-tensor for each matrix of each expert: a stack of experts is made of these.
+model's; tied parameters are found under any of their names. If the files have one tensor for each matrix of each expert (from
+before transformers 5, and written by it), a stack of experts is assembled from these.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Source = StoredWeights | StackedWeights
 class WeightFiles:
     """The stored tensors that a model uses, by each of the model's names for them.
 
-    forms: of the parameters that the model stores as quantized rows (ops/rows.py). If the files hold floating-point values, `read`
+    forms: for parameters that the model stores as quantized rows (ops/rows.py). If the files hold floating-point values, `read`
     quantizes them.
     """
 
@@ -118,7 +118,7 @@ class WeightFiles:
 
 
 def entry_of(source: Source, name: Callable[[Path], str] = str) -> Entry:
-    """name: of a file in the document."""
+    """name: the document's name of a file"""
     pieces = (Piece(box=box, file=name(part.file), at=part.at, crc32=()) for box, part in source.parts)
     return Entry(dtype=DTYPES[source.dtype], shape=source.shape, pieces=tuple(pieces))
 
@@ -133,7 +133,7 @@ def open_weights(
 ) -> WeightFiles:
     """Read the headers and match them to `model`. Raises ValueError listing every mismatch.
 
-    forms: by name, of the quantized parameters, which the files may hold as floating-point values.
+    forms: by name, for quantized parameters, which the files may hold as floating-point values
     """
     stored, tensors = _stored(path, rename), _names(model)
     entries: dict[str, Source] = {}
@@ -166,7 +166,7 @@ def open_weights(
 
 
 def _stored(path: Any, rename: Callable[[str], str] | None) -> dict[str, StoredWeights]:
-    """What the files hold, by its name in the model. Raises ValueError if two have one name."""
+    """The tensors of the files, by their name in the model. Raises ValueError if two have the same name."""
     stored: dict[str, StoredWeights] = {}
     for file in files_of(path):
         for entry in _header(file):
@@ -179,7 +179,7 @@ def _stored(path: Any, rename: Callable[[str], str] | None) -> dict[str, StoredW
 
 
 def _under_other_names(names: Sequence[str], whole: Shape, free: Mapping[str, StoredWeights], misfits: list[str]) -> Source | None:
-    """The tensor that files of others name otherwise, or a stack of their tensors; None if there is none."""
+    """The tensor, or a stack of tensors, that files name differently; None if there is none."""
     known = [name for each in names for name in names_in_files(each)]
     source = next((free[name] for name in known if name in free), None)
     if source is None and (parts := parts_of_stack(known, whole, free, misfits)):
@@ -217,7 +217,7 @@ def _header(file: Path) -> list[StoredWeights]:
 
 
 def read_header(file: Path) -> Iterator[StoredWeights]:
-    """The tensors of a safetensors file. Another file raises ValueError, KeyError, TypeError or AttributeError."""
+    """The tensors of a safetensors file. Any other file raises ValueError, KeyError, TypeError or AttributeError."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         first = 8 + int.from_bytes(opened.read(8), "little")
@@ -258,7 +258,7 @@ def _misfit(name: str, tensor: Tensor, stored: Source) -> list[str]:
 
 
 def _remedy(missing: Sequence[str], surplus: Sequence[str]) -> str:
-    """How to fix mismatched names: the rename= for a prefix if one explains them."""
+    """How to fix mismatched names: a rename= for a prefix, if one explains them."""
     for absent in missing[:20]:
         for present in surplus:
             if absent.endswith(f".{present}"):

@@ -1,4 +1,4 @@
-"""Writes this rank's shares of a checkpoint to one file, at once or in two steps: a copy to host memory, then the file.
+"""Writes this rank's shares of a checkpoint to one file, directly or in two steps: a copy to host memory, then the file.
 
 Each piece is row-major and starts on a cache line; its checksums are computed while its bytes are copied.
 """
@@ -27,7 +27,7 @@ _ALIGN = 64  # bytes: each piece starts on a cache line
 class Writer:
     """Writes this rank's shares to one file. On rank 0, `collect` fills `entries` and `files` with those of all ranks.
 
-    With `staging`, the shares are only copied there, in the file's layout, and `flush` writes them later; until then entries have
+    With `staging`, the shares are only copied there, in the file's layout, and `flush` writes them later. Until then, entries have
     no checksums.
     """
 
@@ -40,7 +40,7 @@ class Writer:
         self._sums: dict[int, list[int]] = {}  # of staged pieces, by offset in the file
 
     def write(self, shares: Sequence[Share]) -> dict[str, Entry]:
-        """Write or stage the shares; returns their entries, which have the pieces of this rank only."""
+        """Write or stage the shares; returns their entries, with only this rank's pieces."""
         end = 0
         for share in shares:
             self._places.append(_Destination(end + -end % _ALIGN, share.box.numel * share.values.dtype.itemsize))
@@ -75,7 +75,7 @@ class Writer:
         return sums
 
     def _stage(self, shares: Sequence[Share], staging: Staging) -> list[list[int]]:
-        """Copy to host memory, with the checksums of host tensors on the way, by as many threads as torch has: training waits."""
+        """Copy to host memory, with host tensors' checksums, by as many threads as torch has, because training waits."""
         self._staged, filled = staging.take(self._places[-1].end if shares else 0), 0
         chunks: list[tuple[_Destination, Tensor, int]] = []
         for share, place in zip(shares, self._places, strict=True):
@@ -106,7 +106,7 @@ class Writer:
         return crc32_blocks(part, BLOCK, self._staged[place.at + start : place.at + start + part.numel()])
 
     def flush(self) -> dict[int, list[int]]:
-        """Write the staged pieces; returns each one's checksums, by offset in the file. Not collective; runs on any thread."""
+        """Write the staged pieces; returns their checksums, by offset in the file. Not collective; runs on any thread."""
         if self._places:
             with DataFile(self.folder / self.file, self._places[-1].end) as file:
                 file.begin(self._staged)
