@@ -1,9 +1,9 @@
 """The plan of a save: which rank writes which box of which tensor.
 
-        own_shares    every rank lists the boxes that it has -> rank 0 checks them and names a writer for each -> each rank's own
-        shares_of     the boxes of one rank's tensors, also for a load
+    own_shares    every rank lists the boxes that it has -> rank 0 checks them and names a writer for each -> each rank's own
+    shares_of     the boxes of one rank's tensors, also for a load
 
-    Boxes are in coordinates of the whole tensor. Flat ranges and DTensor shards are converted to boxes.
+Boxes are in coordinates of the whole tensor. Flat ranges and DTensor shards are converted to boxes.
 """
 
 from __future__ import annotations
