@@ -1,4 +1,4 @@
-"""Transformer layers whose steps between products are one pass over memory each."""
+"""Transformer layers in which each step between products is one pass over memory."""
 
 from slipstream.fused.layer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 from slipstream.fused.transformers import fuse_layers, replace_transformer_layer

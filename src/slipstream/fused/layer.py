@@ -1,9 +1,9 @@
-"""DeepSpeed's transformer layer for training, with its parameters and options, of the passes of `ops.fused`.
+"""DeepSpeed's transformer layer for training, with its parameters and options, built from the passes of `ops.fused`.
 
     pre-LN   a = x + drop(O attention(LN(x; norm)));  y = a + drop(W2 gelu(W1 LN(a; attn_n)))
     post-LN  a = LN(x + drop(O attention(x)); attn_n);  y = LN(a + drop(W2 gelu(W1 a)); norm)
 
-gelu is its tanh form; each product has a bias. Attention keeps no probabilities, and dropout no masks: both are computed again.
+gelu is its tanh form; each product has a bias. Attention keeps no probabilities and dropout no masks: both are recomputed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class DeepSpeedTransformerConfig:
-    """The options of a layer, by DeepSpeed's names; sizes must be set (-1 is none).
+    """The options of a layer, by DeepSpeed's names. Sizes must be set (-1: not set).
 
     intermediate_size    width of the MLP; 4 * hidden_size if it is not positive
-    initializer_range    standard deviation of the first weights
+    initializer_range    standard deviation of the initial weights
     adjust_init_range    divide that of output projections by sqrt(2 * num_hidden_layers)
     pre_layer_norm       norms before attention and MLP, else after their sums
-    normalize_invertible the backward of norms reads their outputs, and the sums are not kept
-    gelu_checkpoint      compute the activation again in the backward, rather than keep it
+    normalize_invertible the backward of norms reads their outputs, so the sums are not kept
+    gelu_checkpoint      recompute the activation in the backward instead of keeping it
     fp16                 the weights are half
-    training             False: as in evaluation
+    training             False: compute as in evaluation
     return_tuple         return (output,)
 
     `batch_size`, `max_seq_length`, `local_rank`, `seed`, `attn_dropout_checkpoint` and `stochastic_mode` have no effect: any batch
-    is served, dropout draws from torch's generator, probabilities are never kept, and results are reproducible.
+    is accepted, dropout draws from torch's generator, probabilities are never kept, and results are reproducible.
     """
 
     batch_size: int = -1
@@ -82,7 +82,7 @@ class DeepSpeedTransformerConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str) -> DeepSpeedTransformerConfig:
-        """From a file of UTF-16 text, as DeepSpeed's, or of UTF-8."""
+        """Read a file of UTF-16 text, like DeepSpeed's, or of UTF-8."""
         data = Path(json_file).read_bytes()
         return cls.from_dict(json.loads(data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8")))
 
@@ -103,9 +103,9 @@ class DeepSpeedTransformerConfig:
 
 
 class DeepSpeedTransformerLayer(nn.Module):
-    """One encoder layer; see the module. initial_weights, initial_biases: eight each, of query, key, value, the output projection,
-    its norm, the MLP's two products, and the other norm; or the numbers of the layer and its config, as old scripts pass them.
-    Raises ValueError for a config that lacks a size."""
+    """One encoder layer (see the module). initial_weights, initial_biases: eight each, for query, key, value, the output
+    projection, its norm, the MLP's two products, and the other norm; or the number of the layer and its config, as old scripts pass
+    them. Raises ValueError for a config that lacks a size."""
 
     layer_id = 0  # of the next layer
 
@@ -180,8 +180,8 @@ class DeepSpeedTransformerLayer(nn.Module):
         output_attentions: bool = False,
         grads: Any = None,
     ) -> Any:
-        """hidden_states [B, S, H]; attention_mask [B, 1, 1 or S, S], numbers that are added to scores, or bool, True for keys that
-        are seen. Returns [B, S, H], in a tuple if the config says so. Raises ValueError for inputs that the layer does not read.
+        """hidden_states [B, S, H]; attention_mask [B, 1, 1 or S, S], numbers added to scores, or bool, True for keys that may be
+        attended to. Returns [B, S, H], in a tuple if the config says so. Raises ValueError for inputs that the layer does not read.
         """
         given = {"head_mask": head_mask, "layer_head_mask": layer_head_mask, "encoder_hidden_states": encoder_hidden_states}
         given |= {"encoder_attention_mask": encoder_attention_mask, "past_key_value": past_key_value, "grads": grads}
@@ -205,7 +205,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         return (output,) if config.return_tuple else output
 
     def _attention(self, x: Tensor, mask: Tensor | None, trains: bool) -> Tensor:
-        """Up to the output projection, without its bias."""
+        """Attention with the output projection, without its bias."""
         batch, length, hidden = x.shape
         if mask is not None:
             if not (mask.is_floating_point() or mask.dtype == torch.bool):

@@ -1,8 +1,8 @@
-"""Fused layers in unmodified models of transformers: encoders like BERT, decoders like Llama.
+"""Fused layers in unmodified transformers models: encoders like BERT, decoders like Llama.
 
-The class of a module is replaced by a subclass that computes the same with `ops.fused`; parameters, their names, hooks of other
-modules, and what `isinstance` says stay. A linear layer that is not exactly `nn.Linear`, or has hooks (adapters, quantized or
-sliced layers), is called as it is. Results equal the model's own to rounding, but dropout draws other numbers.
+The class of a module is replaced by a subclass that computes the same with `ops.fused`. Parameters, their names, hooks of other
+modules, and the results of `isinstance` stay. A linear layer that is not exactly `nn.Linear`, or has hooks (adapters, quantized or
+sliced layers), is called normally. Results equal the model's own up to rounding, but dropout draws other numbers.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _KINDS: dict[str, Activation] = {
 
 
 def product(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """layer(x) without its bias, and the bias, which a fused pass adds; of another layer than a plain `nn.Linear`, all of it."""
+    """layer(x) without its bias, and the bias, which a fused pass adds. For anything but a plain `nn.Linear`: layer(x) and None."""
     if is_plain(layer):
         return F.linear(x, layer.weight), layer.bias
     return layer(x), None
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether nothing would notice if this linear layer were not called."""
+    """Whether nothing observes the calls of this linear layer, so that they may be left out."""
     return type(layer) is nn.Linear and not _is_seen(layer)
 
 
@@ -52,22 +52,22 @@ def feed_forward(x: Tensor, first: Any, last: Any, kind: Activation, up: Any = N
 
 
 def _is_seen(*modules: nn.Module) -> bool:
-    """Whether a module has hooks, which a pass that does not call it would leave out."""
+    """Whether a module has hooks, which a pass that does not call it would skip."""
     return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
 def _unfused(own: Any) -> Any:
-    """For pickles: an object of the own class, where its model's config may name our attention."""
+    """For pickles: an object of the module's own class, even if its model's config names our attention."""
     register()
     return own.__new__(own)
 
 
 class Fused:
-    """What a fused module's class has before its own class. `__reduce_ex__`: a copy, or a pickle, is of the own class."""
+    """The part of a fused module's class that precedes its own class. `__reduce_ex__`: copies and pickles have the own class."""
 
     @staticmethod
     def takes(module: Any) -> bool:
-        """Whether the module can be served; if not, it stays as it is."""
+        """Whether the module can be fused; otherwise it stays unchanged."""
         return True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -131,7 +131,7 @@ class _GatedMlp(Fused):
 
 
 class _DecoderLayer(Fused):
-    """Pre-norm: the sum after attention and its norm are one pass."""
+    """Pre-norm: one pass computes the sum after attention and its norm."""
 
     @staticmethod
     def takes(module: Any) -> bool:
@@ -148,7 +148,7 @@ class _DecoderLayer(Fused):
 
 
 class _Attention(Fused):
-    """Rotary positions of queries and keys in one pass each."""
+    """One pass each computes the rotary positions of queries and keys."""
 
     def forward(
         self: Any,
@@ -181,7 +181,7 @@ _ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "Data2VecT
 _DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe")  # their layers and MLPs differ
 
-# class of transformers -> what replaces it
+# class of transformers -> its replacement
 _CLASSES: dict[str, type[Fused]] = {
     **{f"{name}{part}": _SelfOutput for name in _ENCODERS for part in ("SelfOutput", "Output")},
     **{f"{name}Layer": _EncoderLayer for name in _ENCODERS},
@@ -204,9 +204,9 @@ def _mixin_of(module: nn.Module) -> type[Fused] | None:
 
 
 def fuse_layers(model: nn.Module, *, attention: bool = True) -> nn.Module:
-    """Replace the layers of a model of transformers (BERT and its kin, Llama, Mistral, Qwen 2 and 3) in place; returns it.
+    """Replace the layers of a transformers model (BERT and relatives, Llama, Mistral, Qwen 2 and 3) in place; returns it.
 
-    attention: let it compute attention with dropout and masks in one kernel, if it uses transformers' "eager" or "sdpa". Raises
+    attention: compute attention with dropout and masks in one kernel, if the model uses transformers' "eager" or "sdpa". Raises
     ValueError for a model without such layers, before it is changed.
     """
     found = [(module, mixin) for module in model.modules() if (mixin := _mixin_of(module)) is not None]
@@ -234,7 +234,7 @@ def ForCausalLMLoss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """transformers' loss of this name, by which it is known, without copies of the logits [B, S, V] in fp32."""
+    """transformers' loss of this name, which identifies it, without fp32 copies of the logits [B, S, V]."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     target, kind = shift_labels.reshape(-1).to(logits.device), "mean" if num_items_in_batch is None else "sum"

@@ -1,4 +1,4 @@
-"""Notebooks: a function of a cell on several ranks of this host (pip install cloudpickle).
+"""Notebooks: run a function of a cell on several ranks of this host (pip install cloudpickle).
 
     from slipstream.integrations.notebook import launch
 
@@ -9,8 +9,8 @@
 
     losses, *_ = launch(train, 100, nproc=2)
 
-`slipstream run` starts the ranks as new processes, so that a kernel that has used a GPU, or torch's threads, does not matter. What
-the function refers to in the notebook travels with it: other functions, classes, values.
+`slipstream run` starts the ranks as new processes, so a kernel may have used a GPU or torch's threads before. The functions,
+classes and values in the notebook that the function refers to are sent with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ except ImportError as error:
 __all__ = ["RanksFailedError", "launch"]
 
 T = TypeVar("T")
-# Variables by which `slipstream run` would find other hosts, or a rank: those of the job that the kernel runs in.
+# Variables by which `slipstream run` would find other hosts or a rank: those of the kernel's own job
 PLACES = ("SLURM_", "SM_", "OMPI_", "PMI", "PET_", "SKYPILOT_", "AZ_BATCH", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NODE_RANK")
 STOP = 35.0  # seconds for ranks to end after an interrupt; `slipstream run` gives them 30
 
@@ -48,11 +48,11 @@ class RanksFailedError(RuntimeError):
 def launch(function: Callable[..., T], *args: Any, nproc: int | None = None, max_restarts: int = 0, **kwargs: Any) -> list[T]:
     """Call `function(*args, **kwargs)` on `nproc` ranks and return its results, by rank.
 
-    nproc         default: one rank for each GPU, or 2 without one
-    max_restarts  how often all ranks are started again when one fails
+    nproc         default: one rank for each GPU, or 2 without a GPU
+    max_restarts  how often all ranks are restarted after one fails
 
-    What ranks print appears in the cell. Raises ValueError without a rank, TypeError for what cannot be pickled, RanksFailedError
-    when a rank fails; an interrupt of the cell ends the ranks.
+    The ranks' output appears in the cell. Raises ValueError for fewer than one rank, TypeError for what cannot be pickled,
+    RanksFailedError if a rank fails. An interrupt of the cell ends the ranks.
     """
     import torch
 
@@ -73,15 +73,15 @@ def launch(function: Callable[..., T], *args: Any, nproc: int | None = None, max
 
 
 def _run(arguments: list[str]) -> None:
-    """`slipstream run`, whose output goes to the cell."""
+    """Run `slipstream run`, with its output in the cell."""
     command = [sys.executable, "-m", "slipstream", "run", "--quiet", *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}  # of the kernel itself
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}  # the kernel's own
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    # A group of its own: an interrupt of the kernel may go to its whole group, and is passed on once.
+    # A process group of its own: an interrupt of the kernel may reach the kernel's whole group, and is passed on once.
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", process_group=0
     )
-    lines = deque[str](maxlen=80)  # of the launcher's report, which is the end of stderr
+    lines = deque[str](maxlen=80)  # the end of stderr, which holds the launcher's report
     streams = ((process.stdout, sys.stdout, deque[str](maxlen=1)), (process.stderr, sys.stderr, lines))
     readers = [threading.Thread(target=_forward, args=each, daemon=True) for each in streams]
     try:
@@ -100,7 +100,7 @@ def _run(arguments: list[str]) -> None:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     """End the launcher and its ranks, by force after `STOP` seconds or a second interrupt."""
-    started = _descendants(process.pid)  # ranks have sessions of their own, and outlive a launcher that is killed
+    started = _descendants(process.pid)  # ranks have their own sessions, so they outlive a killed launcher
     try:
         process.send_signal(signal.SIGINT)
         process.wait(STOP)
@@ -112,7 +112,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         files = list(Path(f"/proc/{pid}/task").glob("*/children"))
         children = [int(child) for file in files for child in file.read_text().split()]
         return [one for child in children for one in (child, *_descendants(child))]
@@ -129,7 +129,7 @@ def _forward(stream: IO[str] | None, to: Any, lines: deque[str]) -> None:
 
 
 def _call(folder: str) -> None:
-    """A rank: call the function, and leave its result for the kernel."""
+    """In a rank: call the function, and store its result for the kernel."""
     function, args, kwargs = pickle.loads(Path(folder, "call").read_bytes())
     result = function(*args, **kwargs)
     try:

@@ -10,8 +10,8 @@
 
     result = trainer(train, {"steps": 100}, num_workers=2, storage="/shared/runs").fit()
 
-Ray starts the workers and joins their process group, which `initialize` finds. If a worker dies, Ray starts all again, and an
-engine whose config has `"slipstream": {"checkpoint": {"folder": ..., "every_steps": ...}}` goes on from its newest checkpoint. The
+Ray starts the workers and joins their process group, which `initialize` finds. If a worker dies, Ray restarts all workers, and an
+engine whose config has `"slipstream": {"checkpoint": {"folder": ..., "every_steps": ...}}` resumes from its newest checkpoint. The
 folder and `storage` are on a file system that all hosts share.
 """
 
@@ -45,7 +45,7 @@ def trainer(
 ) -> TorchTrainer:
     """A TorchTrainer of `num_workers` ranks that each call `train(options)`, with `cores` CPUs, and a GPU if `use_gpu`.
 
-    max_failures: how often all workers are started again. Raises ValueError if there is no worker.
+    max_failures: how often all workers are restarted. Raises ValueError for fewer than one worker.
     """
     if num_workers < 1:
         raise ValueError(f"num_workers ({num_workers}) must be at least 1: each worker is a rank")
@@ -65,9 +65,9 @@ def trainer(
 
 
 def report(engine: Any, metrics: Mapping[str, Any]) -> None:
-    """Give rank 0's metrics, and the engine's step, to Ray. All workers call it: Ray waits for each.
+    """Report rank 0's metrics, and the engine's step, to Ray. All workers call it, because Ray waits for each.
 
-    Ray keeps metrics with checkpoints only, and would copy every byte of one; so it gets a file that says where the engine's are.
+    Ray keeps metrics only with checkpoints, and would copy every byte of one; so it gets a file that names the engine's.
     """
     values = {"step": engine.global_steps, **metrics}
     if ray_train.get_context().get_world_rank() != 0:

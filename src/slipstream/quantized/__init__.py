@@ -1,4 +1,4 @@
-"""Quantized weights: of layers for inference, and frozen ones below adapters that are trained."""
+"""Quantized weights: of layers for inference, and frozen ones below trained adapters."""
 
 from slipstream.quantized.linear import QuantizedEmbedding, QuantizedLinear, quantize, row_forms
 from slipstream.quantized.numbers import Numbers, head_of

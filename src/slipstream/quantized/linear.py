@@ -1,7 +1,7 @@
 """Linear layers and embeddings with frozen quantized weights (ops/rows.py), for inference and for adapters on top (QLoRA).
 
-A quantized weight is an ordinary parameter of dtype uint8: the engine shards, offloads, gathers and saves its bytes. The forward
-and the backward each dequantize it, and do not keep the result.
+A quantized weight is an ordinary parameter of dtype uint8: the engine shards, offloads, gathers and saves its bytes. Forward and
+backward each dequantize it, and do not keep the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class QuantizedLinear(nn.Linear):
     """`nn.Linear` with a frozen quantized weight, uint8 [out_features, form.row_nbytes]. Only input and bias get gradients."""
 
     def __init__(self, linear: nn.Linear, form: RowForm, weight: nn.Parameter | None = None) -> None:
-        """`weight`: the packed one; None: that of `linear`, packed."""
+        """`weight`: the packed weight; None: pack `linear`'s."""
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
         self.weight = packed_rows(linear.weight, form) if weight is None else weight
@@ -53,7 +53,7 @@ class QuantizedEmbedding(nn.Embedding):
     dequantized, to a dtype that follows casts of the module."""
 
     def __init__(self, embedding: nn.Embedding, form: RowForm, weight: nn.Parameter, dtype: torch.dtype | None = None) -> None:
-        """`weight`: the packed one. `dtype`: of the result; None: of `embedding`."""
+        """`weight`: the packed weight. `dtype`: of the result; None: `embedding`'s."""
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim, self.form = embedding.num_embeddings, embedding.embedding_dim, form
         self.padding_idx, self.max_norm, self.norm_type = embedding.padding_idx, None, 2.0
@@ -84,7 +84,7 @@ _NO_INITIALIZER = (
 
 
 def packed_rows(weight: Tensor, form: RowForm) -> nn.Parameter:
-    """[rows, columns] -> uint8 [rows, row_nbytes], frozen; on meta if `weight` is."""
+    """Pack [rows, columns] into a frozen uint8 [rows, row_nbytes]; on meta if `weight` is."""
     weight = weight.detach()
     if weight.is_meta:
         packed = torch.empty(len(weight), form.row_nbytes, dtype=torch.uint8, device="meta")
@@ -124,12 +124,12 @@ def quantize(
 ) -> nn.Module:
     """Quantize the linear layers of a model in place; returns the model. With `dtype` for inference, without it to train adapters.
 
-    dtype    for inference: "int8", "int4" or "bf16" (or torch.int8, torch.bfloat16). Every `nn.Linear` and every Conv1D of
-             transformers becomes a layer whose product the native engine's kernels compute, the output head (int8 with "int4")
-             too. Layers that share their weight go on sharing it. All parameters are frozen. An `nn.Linear` itself is not changed:
-             a new layer is returned
+    dtype    for inference: "int8", "int4" or "bf16" (or torch.int8, torch.bfloat16). Every `nn.Linear` and every transformers
+             Conv1D becomes a layer whose product the native engine's kernels compute, including the output head (int8 with
+             "int4"). Layers that share their weight still share it afterwards. All parameters are frozen. A model that is itself
+             an `nn.Linear` is not changed: a new layer is returned
     bits     to train adapters: 4 (NF4, a quarter of bf16's bytes) or 8 (integers). The weight of every `nn.Linear` is quantized and
-             frozen, but for the output head and layers that share their weight. Call it before adding adapters
+             frozen, except for the output head and layers that share their weight. Call it before adding adapters
     block    columns that share a scale: 64; with dtype "int4" 32, 64 or 128 (32)
     include  name patterns of the layers to quantize
     skip     name patterns of layers to leave as they are: `("*.gate",)`
@@ -174,7 +174,7 @@ def nothing(name: str) -> bool:
 
 
 def refuse(model: nn.Module, chosen: Mapping[Any, Sequence[str]], is_unread: Callable[[str], bool] = nothing) -> None:
-    """Raise ValueError for layers that cannot be quantized now. `is_unread`: whether the parameter of a name has no values yet."""
+    """Raise ValueError for layers that cannot be quantized now. `is_unread`: whether the named parameter has no values yet."""
     for unit in access.units_of(model.parameters()):
         if unit.shown.show_copy is None:
             raise ValueError(
@@ -195,6 +195,6 @@ def refuse(model: nn.Module, chosen: Mapping[Any, Sequence[str]], is_unread: Cal
 
 
 def row_forms(model: nn.Module) -> dict[str, RowForm]:
-    """The byte format of each quantized weight, by the parameter's name."""
+    """Parameter name -> byte format, for each quantized weight."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear | QuantizedEmbedding)]
     return {f"{name}.weight": module.form for name, module in layers}

@@ -1,7 +1,7 @@
-"""Dequantize sharded weights: each rank the rows that begin in its range of the bytes.
+"""Dequantize sharded weights: each rank dequantizes the rows that begin in its range of the bytes.
 
 A range of bytes may begin and end inside a row. The rank with a row's first byte dequantizes it; the other ranks' bytes of the row
-(their `Head`) are exchanged between all ranks: less than a row per tensor and rank. `Numbers` dequantizes as it is read.
+(their `Head`) are exchanged between all ranks: less than a row per tensor and rank. `Numbers` dequantizes when it is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.ops.rows import RowForm, dequantize_rows
 
 
 class Head(NamedTuple):
-    """The first bytes of a range, of a row that begins before the range."""
+    """The first bytes of a range, if they belong to a row that begins before the range."""
 
     start: int
     codes: Tensor

@@ -1,7 +1,7 @@
 """Linear layers for inference in any module, whose products the native engine's kernels compute (ops/products.py).
 
-A layer's weight is a `PackedMatrix`: on a CPU with native kernels in their panels, elsewhere row-major. A state_dict has it
-row-major, so it fits every device and machine. Layers that were tied have the same one.
+A layer's weight is a `PackedMatrix`: on a CPU with native kernels in their panels, elsewhere row-major. A state_dict holds it
+row-major, so it fits every device and machine. Tied layers share one `PackedMatrix`.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ logger = logging.getLogger(__name__)
 KINDS = ("int8", "int4", "bf16")
 BLOCKS = (32, 64, 128)  # of int4
 _PLAIN = {"transformers.pytorch_utils": "Conv1D", "transformers.models.falcon.modeling_falcon": "FalconLinear"}
-_PARTS = {"data": "codes", "scale": "scale", "low": "low"}  # fields of a `MatrixRecord`, and the buffers
-_POOLED_NBYTES = 64 << 20  # of floats in a module whose panels share huge pages
+_PARTS = {"data": "codes", "scale": "scale", "low": "low"}  # field of a `MatrixRecord` -> buffer
+_POOLED_NBYTES = 64 << 20  # bytes of floats in a module, above which its panels share huge pages
 
 
 class PackedMatrix(nn.Module):
     """A weight [out_features, in_features]."""
 
     codes: Tensor
-    _tables: dict[str, Table]  # of the buffers that are panels; their rows are on the meta device
+    _tables: dict[str, Table]  # buffer -> panels; the buffer's own rows are then on meta
     _record: MatrixRecord | None
 
     def __init__(self, matrix: Matrix, pool: Pool | None = None) -> None:
@@ -76,13 +76,13 @@ class PackedMatrix(nn.Module):
 
     @property
     def matrix(self) -> Matrix:
-        """Row-major; a copy of panels."""
+        """The weight, row-major; a copy if it is in panels."""
         parts = self._rows().values()
         return next(iter(parts)) if self.form is None else self.form(*parts)
 
     @eager
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [rows, in_features] to [rows, out_features], in fp32 by the native kernels, else in x's dtype. `bias`: fp32, padded."""
+        """x [rows, in_features] -> [rows, out_features], in fp32 by the native kernels, else in x's dtype. `bias`: fp32, padded."""
         if cast(Any, torch.jit).is_tracing() or transforms.is_active() or isinstance(x, FakeTensor):
             raise ValueError(
                 "torch.jit.trace, torch.export and torch.func see torch's operations only, and a packed layer computes in native "
@@ -92,7 +92,7 @@ class PackedMatrix(nn.Module):
             raise ValueError(f"the input is a {type(x).__name__}, which only torch's operations read: give a plain tensor")
         if self._record is None or self._record.data != self.codes.data_ptr():
             if self.is_native != bool(self._tables):
-                self._put(self.matrix)  # it came from another device, or from another machine's file
+                self._put(self.matrix)  # it came from another device, or from a file of another machine
             self._record = self._described()
         if self.form is Int4 and (more := self._record.num_features - x.shape[1]):
             x = nn.functional.pad(x, (0, more))
@@ -101,7 +101,7 @@ class PackedMatrix(nn.Module):
         return products.linear_by_rows(x, self.matrix, None if bias is None else bias[: self._record.num_columns])
 
     def _put(self, matrix: Matrix, pool: Pool | None = None) -> None:
-        """Take this value, row-major, in the layout of the kernels of its device."""
+        """Set the value, given row-major, in the layout of the device's kernels."""
         parts = [matrix.detach()] if isinstance(matrix, Tensor) else matrix
         for name, part in zip(_PARTS.values(), parts, strict=False):  # int4's scales are fp16 values
             setattr(self, name, (part.half() if part.is_floating_point() and self.form is Int4 else part).contiguous())
@@ -115,7 +115,7 @@ class PackedMatrix(nn.Module):
                 self._tables[name] = table._replace(rows=table.rows.to("meta"))
 
     def _rows(self) -> dict[str, Tensor]:
-        """The matrix's parts, row-major, by buffer."""
+        """The matrix's parts, row-major: buffer -> tensor."""
         tables = self._tables
         return {name: rows_of(part, tables[name]) if tables else part for name, part in self.named_buffers()}
 
@@ -147,7 +147,7 @@ class PackedMatrix(nn.Module):
             self._put(parts[0] if self.form is None else self.form(*parts))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_record": None}  # addresses in this process
+        return self.__dict__ | {"_record": None}  # it holds addresses of this process
 
 
 class PackedLinear(nn.Module):
@@ -156,7 +156,7 @@ class PackedLinear(nn.Module):
     _bias: Tensor | None
 
     def __init__(self, matrix: PackedMatrix, shape: Sequence[int], bias: Tensor | None, dtype: torch.dtype) -> None:
-        """`shape`: of the weight, [out_features, in_features]; int4 may have more inputs. `dtype`: of `weight`."""
+        """`shape`: of the weight, [out_features, in_features]; int4 may have more inputs (padding). `dtype`: of `weight`."""
         super().__init__()
         self.out_features, self.in_features = shape
         self.matrix, self.dtype = matrix, dtype
@@ -185,11 +185,11 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """For code that reads the weight's dtype, or multiplies by it: each operation on it dequantizes it."""
+        """A tensor for code that reads the weight's dtype, or multiplies by it: each operation on it dequantizes it."""
         return _LazyWeight(self)
 
     def dequantized(self) -> Tensor:
-        """[out_features, in_features] in `dtype`."""
+        """The weight [out_features, in_features] in `dtype`."""
         return dequantize(self.matrix.matrix)[:, : self.in_features].to(self.dtype)
 
     def extra_repr(self) -> str:
@@ -201,7 +201,7 @@ class PackedLinear(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        """Moves; a cast changes the dtype of `weight`, but no codes or scales."""
+        """Move the layer. A cast changes the dtype of `weight`, but no codes or scales."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         super()._apply(lambda part: fn(part.view(torch.uint8)).view(part.dtype), recurse)
         return self
@@ -224,7 +224,7 @@ class PackedLinear(nn.Module):
 
 
 class _LazyWeight(Tensor):
-    """The weight of a layer, for what reads it as a tensor."""
+    """A layer's weight for code that reads it as a tensor."""
 
     layer: PackedLinear
 
@@ -248,7 +248,7 @@ def _floats(value: Any) -> Any:
 
 
 def kind_of(dtype: torch.dtype | str, block: int | None) -> str:
-    """One of `KINDS`. Raises ValueError for others, and for a block that is not int4's."""
+    """The entry of `KINDS` for a dtype. Raises ValueError for others, and for a block size that int4 does not have."""
     kind = {torch.int8: "int8", torch.bfloat16: "bf16", "bfloat16": "bf16"}.get(dtype, dtype)
     if kind not in KINDS:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(KINDS)}")
@@ -264,7 +264,7 @@ def pack(model: nn.Module, kind: str, *, block: int = 32, include: Sequence[str]
     nbytes, count, packed_nbytes = sum(layers[0].weight.nbytes for layers, _ in chosen), len(chosen), 0
     pool = Pool() if nbytes >= _POOLED_NBYTES else None
     head = getattr(model, "get_output_embeddings", lambda: None)()  # of transformers
-    while chosen:  # the floats of one are freed before the next is packed
+    while chosen:  # a layer's floats are freed before the next one is packed
         layers, places = chosen.pop()
         weight = layers[0].weight.detach()
         weight = (weight if isinstance(layers[0], nn.Linear) else weight.T).contiguous()
@@ -273,7 +273,7 @@ def pack(model: nn.Module, kind: str, *, block: int = 32, include: Sequence[str]
         for layer, names in zip(layers, places, strict=True):
             packed = PackedLinear(matrix, weight.shape, None if _is_cut(layer) else layer.bias, weight.dtype)
             packed.train(layer.training)
-            if _is_cut(layer):  # it joins the ranks' shares, and adds its bias
+            if _is_cut(layer):  # its own forward joins the ranks' shares and adds the bias
                 layer.weight, layer.packed = None, packed
                 vars(layer)["product"] = partial(_product, packed)
                 continue
@@ -296,7 +296,7 @@ def _product(packed: PackedLinear, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def matrix_of(weight: Tensor, kind: str, block: int) -> Matrix:
-    """`weight` [out, in] in one of `KINDS`; for int4, inputs are padded to whole blocks."""
+    """`weight` [out, in] in one of `KINDS`. For int4, inputs are padded to whole blocks."""
     if kind == "bf16":
         return weight.to(torch.bfloat16)
     if kind == "int8":
@@ -305,8 +305,8 @@ def matrix_of(weight: Tensor, kind: str, block: int) -> Matrix:
 
 
 def named_layers(model: nn.Module, kind: Any, include: Sequence[str], skip: Sequence[str]) -> dict[Any, list[str]]:
-    """The modules of `kind` that the patterns name, and their names, several if a module is shared; none that says that it stays
-    exact (`moe.layer.keep_exact`). Raises ValueError for a pattern that names none, and for a lazy parameter."""
+    """The modules of `kind` that the patterns match, with their names, several for a shared module; without modules marked to stay
+    exact (`moe.layer.keep_exact`). Raises ValueError for a pattern that matches none, and for a lazy parameter."""
     if lazy := [name for name, param in model.named_parameters() if is_lazy(param)]:
         raise ValueError(f"parameter {lazy[0]!r} is lazy, and has no shape before the first forward: run one, then quantize")
     names: dict[Any, list[str]] = {}
@@ -326,7 +326,7 @@ def named_layers(model: nn.Module, kind: Any, include: Sequence[str], skip: Sequ
 
 
 def _chosen(model: nn.Module, include: Sequence[str], skip: Sequence[str]) -> list[tuple[list[Any], list[list[str]]]]:
-    """Layers to replace, those of one weight together, and the names of each. Logs which linear layers stay, and why."""
+    """Layers to replace, grouped by shared weight, and the names of each. Logs which linear layers stay, and why."""
     if units := access.units_of(model.parameters()):
         raise ValueError(
             f"parameter {next(iter(units)).names[0]!r} belongs to an engine, which trains it, and these layers are for inference: "
@@ -349,10 +349,10 @@ def _chosen(model: nn.Module, include: Sequence[str], skip: Sequence[str]) -> li
 
 
 def _why_not(layer: Any, name: str, plain: Sequence[type[nn.Module]]) -> str | None:
-    """Why a linear layer cannot be replaced. `plain`: the classes whose forward is the product. Raises ValueError for weights
+    """Why a linear layer cannot be replaced. `plain`: the classes whose forward is just the product. Raises ValueError for weights
     without usable values."""
     own: Any = type(layer).__bases__[1] if _is_cut(layer) else type(layer)
-    in_attention = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)  # which reads its weight
+    in_attention = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)  # attention reads its weight
     if in_attention or own.forward not in [each.forward for each in plain]:
         return f"a {type(layer).__name__} computes its product in its own way"
     if layer._forward_pre_hooks or layer._forward_hooks:

@@ -1,7 +1,7 @@
 """Quantize layers as the config says, before an engine has them: DeepSpeed's `weight_quantization` (ZeRO-Inference).
 
-rule   a text that is searched in the names of layers, with bits and the columns of a scale; "" is in every name, and comes last
-layer  an `nn.Linear` or `nn.Embedding`, no subclass. The output head too, and layers that share a weight, if each has a rule
+rule   a text to find in layer names, with bits and the columns that share a scale; "" matches every name, and has lowest priority
+layer  an `nn.Linear` or `nn.Embedding`, no subclass. Also the output head, and layers that share a weight, if each has a rule
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Rules = Mapping[str, Mapping[str, Any]]  # text -> num_bits, group_size
 
 
 def rules_of(block: Mapping[str, Any]) -> Rules:
-    """Those of a block `weight_quantization`."""
+    """The rules of a block `weight_quantization`."""
     everywhere = block.get("quantized_initialization")
     return {**(block.get("post_init_quant") or {}), **({"": everywhere} if everywhere else {})}
 
 
 def layers_with_rules(model: nn.Module, rules: Rules) -> list[tuple[list[str], RowForm]]:
-    """The names of the layers that share a weight, and how it is to be quantized; without those that are quantized already.
+    """The names of layers that share a weight, and its byte format; without layers that are already quantized.
 
-    Raises ValueError if two texts are in a layer's name, if layers that share a weight have different ones, or if no layer has a
+    Raises ValueError if two texts match a layer's name, if layers that share a weight have different rules, or if no layer has a
     rule."""
     holders = _holders(model)
-    # In evaluation torch computes these from their children's weights, without a call of the children.
+    # In evaluation torch computes these from their children's weights, without calling the children.
     inner = {id(child) for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer) for child in each.modules()}
     chosen, left, used = [], [], set()
     for name, module in model.named_modules():
@@ -80,7 +80,7 @@ def _fits(layer: nn.Module) -> bool:
 
 
 def _rule_of(names: Collection[str], rules: Rules) -> Mapping[str, Any] | None:
-    """Of layers that share a weight: the one that names a layer, before the one of all; None if a layer has none."""
+    """The rule of layers that share a weight: one that names a layer, before the general one; None if a layer has no rule."""
     texts = {_text_of(name, rules) if name else None for name in names}
     named = sorted(text for text in texts if text)
     if any(rules[text] != rules[named[0]] for text in named):
@@ -91,13 +91,13 @@ def _rule_of(names: Collection[str], rules: Rules) -> Mapping[str, Any] | None:
 def quantize_layers(
     model: nn.Module, names: Sequence[str], form: RowForm, dtype: torch.dtype | None = None, *, unread: bool = False
 ) -> nn.Parameter:
-    """Replace layers that share a weight; returns the one that they share now.
+    """Replace layers that share a weight; returns the new shared weight.
 
-    dtype   of what embeddings return; None: their own
-    unread  the weight is on meta, until its values are read"""
+    dtype   of embeddings' outputs; None: their own
+    unread  the weight is on meta until its values are read"""
     layers: list[Any] = [model.get_submodule(name) for name in names]
     weight = packed_rows(layers[0].weight.to("meta") if unread else layers[0].weight, form)
-    made: dict[nn.Module, nn.Module] = {}  # a layer with two names stays one
+    made: dict[nn.Module, nn.Module] = {}  # a layer with two names stays one layer
     for name, layer in zip(names, layers, strict=True):
         if layer not in made:
             is_linear = isinstance(layer, nn.Linear)
@@ -109,8 +109,8 @@ def quantize_layers(
 def quantize_by_rules(model: nn.Module, rules: Rules, dtype: torch.dtype, is_unread: Callable[[str], bool] = nothing) -> None:
     """Replace the layers that have a rule, in place.
 
-    dtype      of what embeddings return
-    is_unread  of the name of a parameter: its value is read later
+    dtype      of embeddings' outputs
+    is_unread  whether the value of the named parameter is read later
 
     Raises ValueError, with nothing changed, for the reasons of `layers_with_rules` and of `quantize`."""
     chosen = layers_with_rules(model, rules)

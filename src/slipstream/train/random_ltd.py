@@ -3,9 +3,8 @@
 Each such layer draws, for each sequence of a micro-batch, the tokens that it computes, in order; the others pass unchanged.
 Their number grows with the step from `min_value` to `max_value`. In evaluation all tokens are computed.
 
-[Note: Which tensors have tokens] With hidden states [B, S, H] (or [S, B, H]), the drawn tokens are taken from these arguments of
-the
-layer: masks [B or 1, *, S or 1, S], positions and masks [B or 1, S], position embeddings [B or 1, S, D], and, with hidden states
+[Note: Which tensors have tokens] With hidden states [B, S, H] (or [S, B, H]), the drawn tokens are taken from these arguments:
+masks [B or 1, *, S or 1, S], positions and masks [B or 1, S], position embeddings [B or 1, S, D], and, with hidden states
 [S, B, H], tensors that begin with [S, B or 1]. So rotary angles and masks are those of the tokens' true positions. If an argument
 is [S] or [S, D], the same for all sequences, all sequences of the micro-batch draw the same tokens. If a layer returns an argument
 beside hidden states (T5's position bias), the output is the original argument, of all tokens. A layer that computes such an output

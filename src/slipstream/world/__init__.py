@@ -1,1 +1,1 @@
-"""Where a process runs: who the ranks are, joining their group, meshes, the watch over peers, brief errors, optional packages."""
+"""Where a process runs: ranks, joining their process group, meshes, hang detection, brief errors, optional packages."""

@@ -1,4 +1,4 @@
-"""Errors whose message suffices: an uncaught one is printed with the script's own line, without the frames of libraries.
+"""Errors whose message is enough: an uncaught one is printed with the script's own line, without library frames.
 
 An interruption (Ctrl-C) is one line that names the last complete checkpoint. The environment variable SLIPSTREAM_TRACEBACK=1 adds
 the full traceback.
@@ -17,9 +17,9 @@ SWITCH = "SLIPSTREAM_TRACEBACK"
 RECORDS = "SLIPSTREAM_FAILURES"  # the directory in which the ranks of one agent write their records
 MEMORY = "SLIPSTREAM_MEMORY"  # a directory in the memory of this host, which its agent keeps while ranks are restarted
 AGAIN = 85  # the exit code (ERESTART) of a rank that has saved a checkpoint on a signal, to be started again
-_SAVES = "saves"  # a file in it, of the first rank's saves
+_SAVES = "saves"  # a file in the directory RECORDS: the folders of the first rank's saves
 
-_saves: list[str] = []  # the same, of this process
+_saves: list[str] = []  # the folders of this process's saves
 
 
 class BriefError(Exception):
@@ -47,7 +47,7 @@ def tell(message: str, frames: Sequence[FrameSummary], full: str) -> str:
 
 
 def note_save(folder: str) -> None:
-    """Note, on the first rank, a checkpoint folder whose save begins. Saves are atomic: a folder that exists is complete."""
+    """Record, on the first rank, the folder of a checkpoint whose save begins. Saves are atomic: an existing folder is complete."""
     _saves.append(os.path.abspath(folder))
     if records := os.environ.get(RECORDS):
         with suppress(OSError), open(os.path.join(records, _SAVES), "a") as file:
@@ -55,7 +55,7 @@ def note_save(folder: str) -> None:
 
 
 def last_checkpoint(records: str | None = None) -> str:
-    """A sentence on the last complete checkpoint of this process, or of the ranks whose agent has the directory `records`."""
+    """A sentence about the last complete checkpoint of this process, or of the ranks whose agent has the directory `records`."""
     folders = _saves
     if records is not None:
         try:
@@ -74,7 +74,7 @@ def _is_library(filename: str) -> bool:
         file = getattr(sys.modules.get(name), "__file__", None)
         return file is not None and filename.startswith(os.path.join(os.path.dirname(file), ""))
 
-    is_standard = holds("os") and "site-packages" not in filename  # which has a folder for other packages, without an environment
+    is_standard = holds("os") and "site-packages" not in filename  # which its folder may contain
     return holds("slipstream") or holds("torch") or is_standard
 
 

@@ -3,11 +3,11 @@
 Supported, in this order: torchrun and Kubernetes operators (RANK), Open MPI, MVAPICH2, a Slurm step, and PMI (MPICH, Intel
 MPI). The first that sets a rank decides, so torchrun inside `srun` counts as torchrun.
 
-Where each node starts its own ranks, `node` reads torchrun's PET_* variables (Kubernetes), SkyPilot's, SageMaker's, and a Slurm
-step of one task per node. Azure ML and SageMaker name the host of rank 0 for MPI.
+If each node starts its own ranks, `node` reads torchrun's PET_* variables (Kubernetes), SkyPilot's, SageMaker's, or those of a
+Slurm step with one task per node. Azure ML and SageMaker name the host of rank 0 for MPI.
 
-A Slurm *batch script* also has SLURM_PROCID=0 and SLURM_NTASKS=n although it is a single process. So Slurm's variables
-count only in a step, which `srun` starts and marks with SLURM_STEP_ID.
+A Slurm *batch script* also has SLURM_PROCID=0 and SLURM_NTASKS=n although it is a single process. So Slurm's variables count only
+in a step, which `srun` starts and marks with SLURM_STEP_ID.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def slurm_hosts(text: str) -> list[str]:
 
 
 def _port(env: Mapping[str, str], job: tuple[str, ...]) -> str:
-    """A port that all ranks of a job derive from the same values, outside the kernel's ephemeral range."""
+    """A port outside the kernel's ephemeral range, which all ranks of a job derive from the same values."""
     return str(20_000 + zlib.crc32(".".join(env.get(name, "") for name in job).encode()) % 10_000)
 
 
@@ -85,7 +85,7 @@ def _number(env: Mapping[str, str], name: str, starter: str) -> int:
 
 
 def _named_master(env: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Address and port of rank 0, as far as the user or a cloud names them."""
+    """Address and port of rank 0, as far as the user or a cloud specifies them."""
     if "MASTER_ADDR" in env:
         return env["MASTER_ADDR"], env.get("MASTER_PORT")
     for name in ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"):  # Azure ML: ip:port, or ip
@@ -155,8 +155,8 @@ class Node(NamedTuple):
 
 
 def node(env: Mapping[str, str]) -> Node | None:
-    """Return this node's position if a scheduler runs one `slipstream run` per node, else None. Raises ValueError if its variables
-    contradict each other."""
+    """Return this node's position if a scheduler runs one `slipstream run` per node, else None. Raises ValueError for contradictory
+    variables."""
     for place in (_of_torchrun, _of_skypilot, _of_sagemaker, _of_slurm):
         if (found := place(env)) is not None:
             return found
@@ -209,7 +209,7 @@ def _among(hosts: list[str], node_rank: int, port: int | None) -> Node | None:
 
 
 def ranks_per_node(env: Mapping[str, str]) -> int | None:
-    """The number of ranks that a Kubernetes operator asks for on each node (PET_NPROC_PER_NODE); None: one per device."""
+    """The number of ranks per node that a Kubernetes operator asks for (PET_NPROC_PER_NODE); None: one per device."""
     asked = env.get("PET_NPROC_PER_NODE", "auto")
     if asked in ("auto", "gpu"):
         return None

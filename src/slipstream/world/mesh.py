@@ -1,16 +1,16 @@
 """The mesh of one engine: its axes of ranks, and the families of parameters that live on them.
 
-Axes, outermost first: `pp` (pipeline stages), `batch` (ranks among which a batch is split: replicas of the sharded states, then
-shards), `sp` (parts of a sequence) and `tp` (parts of layers). `ep` cuts the ranks of a stage anew: consecutive ranks hold
-different experts. Nothing is global: a mesh is an argument.
+Axes, outermost first: `pp` (pipeline stages), `batch` (ranks that split a batch: replicas of the sharded states, then shards), `sp`
+(parts of a sequence) and `tp` (parts of layers). `ep` divides the ranks of a stage differently: consecutive ranks hold different
+experts. Nothing is global: a mesh is an argument.
 
-split   an axis over which parameters differ, and the number of different parts. If it is less than the axis has ranks, neighbors
+split   an axis over which parameters differ, and the number of different parts. If the axis has more ranks than parts, neighbors
         hold the same part
-family  the parameters with the same splits: with whom they are reduced, sharded and copied. () is the dense family: all ranks of a
-        stage have the whole parameter, and tp ranks compute the same gradients
+family  the parameters with the same splits, which determine the ranks that reduce, shard and copy them. () is the dense family: all
+        ranks of a stage have the whole parameter, and tp ranks compute the same gradients
 
 [Note: Gradients of copies over tp] The ranks of a tp axis get the same data. A parameter without a split has the same gradient on
-all of them, so the family's sum is tp times too large: `Family.weight`. A parameter with a split over tp, also into one part, sees
+all of them, so the family's sum is tp times too large: `Family.weight`. A parameter with a split over tp, even into one part, sees
 another share of the activations on each rank that holds it: its gradients are partial, and their sum is the gradient.
 """
 
@@ -35,11 +35,11 @@ class Axis:
     name: str
     group: ProcessGroup | None
     ranks: tuple[int, ...]
-    index: int  # this rank's place on the axis
+    index: int  # this rank's index on the axis
     size: int
 
     def __deepcopy__(self, memo: Any) -> Axis:
-        """A copy of a model that knows its ranks (for a dry run) knows the same."""
+        """The copy, in a model copied for a dry run, has the same ranks."""
         return self
 
     def gather(self, value: Any) -> list[Any]:
@@ -53,7 +53,7 @@ class Axis:
 class Split(NamedTuple):
     """An axis over which the parts of a parameter differ, and their number. On `pp`: one part, on the stages `stages`.
 
-    slices  on `ep`: of the experts, over tp. The ranks of each slice are dealt the parts, also of a parameter that is not sliced
+    slices  on `ep`: number of tp slices of the experts. The ranks of each slice share out the parts, even of an unsliced parameter
     """
 
     axis: str
@@ -66,7 +66,7 @@ Differs = tuple[Split, ...]
 
 
 class Place(NamedTuple):
-    """The places of one rank on the axes."""
+    """One rank's index on each axis."""
 
     pp: int
     batch: int
@@ -79,31 +79,31 @@ class Family:
     """The axes of the parameters with the same splits."""
 
     differs: Differs
-    parts: tuple[Axis, ...]  # for each split, the ranks that hold the parts of one whole
-    both: Axis  # the ranks that hold the same parameters, also in replicas that train on their own
-    copies: Axis  # replicas of the shards, which add their gradients in each step
+    parts: tuple[Axis, ...]  # for each split: the ranks that hold the parts of one whole
+    both: Axis  # the ranks that hold the same parameters, including replicas that train on their own
+    copies: Axis  # replicas of the shards, whose gradients each step adds
     shards: Axis
     apart: Axis  # replicas of the shards that train on their own (train/local_steps.py)
-    group: Axis | None = None  # of the shards: neighbors, such as the ranks of a host; None: no groups
-    across: Axis | None = None  # of the shards: the ranks with the same place in each group
-    weight: float = 1.0  # of the sum of gradients over `both`; see [Note: Gradients of copies over tp]
+    group: Axis | None = None  # neighboring shards, such as the ranks of a host; None: no groups
+    across: Axis | None = None  # the shards with the same place in each group
+    weight: float = 1.0  # factor of the gradients' sum over `both`; see [Note: Gradients of copies over tp]
 
     def parts_of(self, split: Split) -> Axis:
         return self.parts[self.differs.index(split)]
 
 
 class _Groups:
-    """Cuts of an engine's ranks into process groups, each made once. Every rank makes the same ones in the same order."""
+    """Divisions of an engine's ranks into process groups, each made once. Every rank makes the same ones in the same order."""
 
     def __init__(self, rank: int, ranks: Sequence[int], group: ProcessGroup | None) -> None:
         self.rank = rank
         self.made: dict[tuple[tuple[int, ...], ...], ProcessGroup | None] = {(tuple(sorted(ranks)),): group}
 
     def axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
-        """This rank's axis of those that `groups` cut the ranks into. Collective over the world unless it has been made.
+        """This rank's axis among `groups`, which partition the ranks. Collective over the world, unless it exists.
 
-        [Note: One order] torch sorts a group's ranks, and so does an axis: where an mpu's slices are outermost, ranks 0, 2, 1, 3 of
-        the places would send each other's shards over gloo and NCCL, and train on wrong gradients.
+        [Note: One order] torch sorts a group's ranks, and so does an axis. Otherwise, if an mpu's slices are outermost, places
+        whose ranks are 0, 2, 1, 3 would send each other's shards over gloo and NCCL, and train on wrong gradients.
         """
         key = tuple(sorted(tuple(sorted(ranks)) for ranks in groups))
         if key not in self.made:
@@ -115,17 +115,17 @@ class _Groups:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The axes of one engine. `rank` is global; a place on an axis is an `index`."""
+    """The axes of one engine. `rank` is global; a position on an axis is an `index`."""
 
     rank: int
-    world: Axis  # all ranks of the engine: they agree on checkpoints, disk space and errors
-    replica: Axis  # the ranks that step together, and agree on verdicts: all, but for replicas that train on their own
+    world: Axis  # all ranks of the engine, which agree on checkpoints, disk space and errors
+    replica: Axis  # the ranks that step together and agree on verdicts: all, except with local steps
     pp: Axis
-    batch: Axis  # the ranks among which a batch is split, in (copies, shards) order
+    batch: Axis  # the ranks that split a batch, in (copies, shards) order
     sp: Axis
     tp: Axis
-    places: Mapping[int, Place]  # of every rank of the engine, in row-major order of the places
-    order: tuple[str, ...]  # the axes in whose row-major order the ranks ascend: tp is innermost, unless an mpu has it outermost
+    places: Mapping[int, Place]  # of every rank of the engine, in row-major order
+    order: tuple[str, ...]  # row-major axis order of the ranks: tp is innermost, unless an mpu has it outermost
     families: Mapping[Differs, Family]
     shard_size: int | None
     group_size: int | None
@@ -134,13 +134,13 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The axes on which ranks differ by more than their share of states, outermost first: a checkpoint names them."""
+        """The axes on which ranks differ by more than their share of states, outermost first; checkpoints contain them."""
         sizes = {axis: getattr(self, axis).size for axis in self.order}
         return {axis: size for axis, size in sizes.items() if size > 1 or axis == "batch"}
 
     @property
     def num_means(self) -> int:
-        """The number of ranks over which gradients are averaged: each has a sample or a part of one of its own."""
+        """The number of ranks over which gradients are averaged: each has its own samples or parts of samples."""
         return self.batch.size * self.sp.size // self.num_apart
 
     @property
@@ -150,7 +150,7 @@ class Mesh:
 
     @property
     def num_apart(self) -> int:
-        """The number of replicas that train on their own; 1: all ranks step together."""
+        """The number of replicas that train on their own; 1 if all ranks step together."""
         return self.world.size // self.replica.size
 
     @property
@@ -159,7 +159,7 @@ class Mesh:
 
     @property
     def names(self) -> dict[int, str]:
-        """The place of each rank as text ("stage 1, tp 0"), by the axes on which ranks differ by more than their data."""
+        """The place of each rank as text ("stage 1, tp 0"), on the axes on which ranks differ by more than their data."""
         axes = {"pp": "stage", "sp": "sp", "tp": "tp"}
         shown = [axis for axis in axes if getattr(self, axis).size > 1]
         text = {rank: ", ".join(f"{axes[axis]} {getattr(place, axis)}" for axis in shown) for rank, place in self.places.items()}
@@ -209,7 +209,7 @@ class Mesh:
         tied = next((split.stages for split in splits if split.axis == "pp"), ())
         for rank, place in self.places.items():
             cells.setdefault((tied[0] if place.pp in tied else place.pp,), []).append(rank)
-        order = sorted(range(len(splits)), key=lambda i: splits[i].axis == "ep")  # over ep last: its ranks hold the same slices
+        order = sorted(range(len(splits)), key=lambda i: splits[i].axis == "ep")  # ep last: its ranks hold the same slices
         for i in order:
             split = splits[i]
             count, axis_size = split.size, self.tp.size
@@ -225,7 +225,7 @@ class Mesh:
                         f"parameters are split over ep by {count}, which does not divide the data-parallel size ({len(ranks)}); "
                         f"use ep {nearest_divisor(len(ranks), count)}"
                     )
-                dealt = [0] * axis_size  # ranks of each slice
+                dealt = [0] * axis_size  # number of ranks per slice so far
                 for rank in ranks:
                     piece = self.places[rank].tp * split.slices // axis_size
                     part = {"pp": 0, "tp": self.places[rank].tp * count // axis_size, "ep": dealt[piece] % count}[split.axis]
@@ -238,10 +238,10 @@ class Mesh:
     def _copies(self, splits: Differs, cells: Sequence[Sequence[int]]) -> tuple[Axis, Axis, Axis, Axis | None, Axis | None]:
         """The axes of a family's copies, shards, replicas apart and groups of shards, in cells of ranks with the same parameters.
 
-        Consecutive ranks of a stage are a block; shards do not leave it. A parameter that several stages hold has a copy on each.
+        A block is a number of consecutive ranks of a stage, which shards do not leave. A parameter of several stages has a copy on each.
         """
         on_stages = any(split.axis == "pp" for split in splits)
-        rows: list[list[list[list[int]]]] = []  # for each cell and block, the ranks of shards
+        rows: list[list[list[list[int]]]] = []  # per cell and block: the ranks of shards
         for ranks in cells:
             blocks: dict[int, dict[int, list[int]]] = {}
             for rank in ranks:
@@ -264,7 +264,7 @@ class Mesh:
 
     @property
     def blocks(self) -> dict[int, int]:
-        """The block of each rank: so many consecutive ranks of a stage as share states; one, of all, without shard_size."""
+        """The block of each rank: `shard_size` consecutive ranks of a stage; without shard_size, one block of all ranks."""
         stages: dict[int, list[int]] = {}
         for rank, place in self.places.items():
             stages.setdefault(place.pp, []).append(rank)
@@ -277,7 +277,7 @@ class Mesh:
         return self.groups.axis("replica", list(replicas.values()))
 
     def _grouped(self, shards: Sequence[Sequence[int]]) -> tuple[Axis | None, Axis | None]:
-        """The axes within and across groups of the shards; None if some of the shards are not several whole groups."""
+        """The axes within and across groups of the shards; None unless each row of shards consists of several whole groups."""
         size = self.group_size
         if size is None or any(len(ranks) == size or len(ranks) % size for ranks in shards):
             return None, None
@@ -287,12 +287,12 @@ class Mesh:
 
 
 def place_ranks(ranks: Sequence[int], lengths: Place) -> dict[int, Place]:
-    """The place of each rank in a mesh with axes of these lengths: ranks are consecutive, tp innermost."""
+    """The place of each rank in a mesh with axes of these lengths; ranks are consecutive, tp innermost."""
     return dict(zip(ranks, itertools.starmap(Place, itertools.product(*map(range, lengths))), strict=True))
 
 
 def _order_of(places: Mapping[int, Place]) -> tuple[str, ...]:
-    """The axes, outermost first, in whose row-major order the ranks ascend. Raises ValueError if they ascend in none."""
+    """The axes, outermost first, in whose row-major order the ranks ascend. Raises ValueError if there is no such order."""
     for axes in itertools.permutations(Place._fields):
         if sorted(places, key=lambda rank: [getattr(places[rank], axis) for axis in axes]) == sorted(places):
             return axes
@@ -304,7 +304,7 @@ def _order_of(places: Mapping[int, Place]) -> tuple[str, ...]:
 
 
 def nearest_sizes(num_ranks: int, pp: int, sp: int, tp: int) -> dict[str, int]:
-    """The sizes of the axes for which a model fits on so many ranks: none larger, as much of it split as can be, tp kept first."""
+    """The axis sizes with which a model fits on `num_ranks` ranks: none larger than given, else the largest, tp first."""
     sizes = itertools.product(range(1, pp + 1), range(1, sp + 1), range(1, tp + 1))
     *_, nearest = max((math.prod(each), each[2], each[0], each) for each in sizes if num_ranks % math.prod(each) == 0)
     return dict(zip(("pp", "sp", "tp"), nearest, strict=True))
@@ -328,10 +328,10 @@ def build_mesh(
 ) -> Mesh:
     """Build the mesh over `group` (default: all ranks) with the dense family.
 
-    pp, sp, tp  the sizes of these axes. The ranks of an axis are consecutive, tp innermost; or they stand at `places`
-    shard_size  (MiCS) shards over so many consecutive ranks of a stage only
-    group_size  (ZeRO++) so many consecutive shards are a group
-    is_apart    these ranks, of all stages, are a replica that trains on its own
+    pp, sp, tp  the sizes of these axes. The ranks of an axis are consecutive, tp innermost; or their places are `places`
+    shard_size  (MiCS) shard only over this many consecutive ranks of a stage
+    group_size  (ZeRO++) this many consecutive shards are a group
+    is_apart    the ranks that share states, over all stages, are a replica that trains on its own
 
     Collective over the whole world if an axis has several ranks but not all, because it creates process groups. Raises ValueError
     if a size does not divide the number of ranks.

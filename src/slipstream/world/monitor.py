@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_MISSES = 3
 _STILL = 3  # statuses that a rank publishes without progress before it counts as standing still
-_NOTICE = 2.5  # beats between the decision to fail and the failure, so that all ranks have read it
-_SLICE = 0.02  # seconds between two looks at whether the others have read it
+_NOTICE = 2.5  # beats between the decision to fail and the failure, so that all ranks can read it
+_SLICE = 0.02  # seconds between two checks whether the others have read it
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 
 
@@ -38,7 +38,7 @@ _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 class RankStatus:
     """One rank's last published status."""
 
-    number: int  # of the statuses that it has published before
+    number: int  # number of statuses published before
     step: int
     phase: str
     unit: str
@@ -50,18 +50,18 @@ class RankStatus:
 
 @dataclass(slots=True)
 class Seen:
-    """What one rank's statuses have shown since this rank waits. Times are in seconds, of this rank's clock.
+    """What one rank's statuses have shown since this rank began to wait. Times are in seconds on this rank's clock.
 
-    [Note: Silent ranks] A process that is stopped (SIGSTOP, a debugger, a suspended host) publishes nothing, and the last status
-    that it published, perhaps "waits", says nothing about it. So a rank stands still only if it keeps publishing; what it published
-    before a silence does not count, because its monitor may wake before its training does.
+    [Note: Silent ranks] A stopped process (SIGSTOP, a debugger, a suspended host) publishes nothing, and its last status, perhaps
+    "waits", says nothing about it. So a rank stands still only if it keeps publishing. Statuses from before a silence do not count,
+    because its monitor may wake before its training does.
     """
 
     moved: str
     since: float  # when `moved` changed
-    number: int  # of the status in which it changed
+    number: int  # number of the status in which it changed
     last: int = -1  # number of the last status
-    heard: float = 0.0  # when that came
+    heard: float = 0.0  # when the last status arrived
 
     def add(self, status: RankStatus, now: float, standstill_s: float) -> None:
         if status.moved != self.moved or (status.number != self.last and self.is_silent(now, standstill_s)):
@@ -84,7 +84,7 @@ class StatusMonitor:
         self.ranks, self.index, self.group = axis.ranks, axis.index, axis.group
         self.subject = threading.get_ident()  # the training thread
         self.names = watch.names
-        self.seen: dict[int, Seen] = {}  # by index
+        self.seen: dict[int, Seen] = {}  # rank index -> what its statuses showed
         self.published = 0
         self.named_at = 0.0
         # When to fail (wall clock, so that all ranks fail together), whether a rank was lost, and the error text
@@ -93,7 +93,7 @@ class StatusMonitor:
         self.misses = 0  # consecutive failures to reach the store
 
     def run(self, due: threading.Event) -> None:
-        """Look once a beat, and whenever `due` is set."""
+        """Check once a beat, and whenever `due` is set."""
         beat_s = 0.0
         while True:
             if due.wait(beat_s):
@@ -126,7 +126,7 @@ class StatusMonitor:
         if self.verdict is None and self.store.check(["failure"]):
             at, is_lost, text = json.loads(self.store.get("failure"))
             self.store.set(f"heard{self.index}", "")
-            self.verdict = (min(at, time.time() + _NOTICE * watch.beat_s), is_lost, text)  # another host's clock may differ
+            self.verdict = (min(at, time.time() + _NOTICE * watch.beat_s), is_lost, text)  # another host's clock may be ahead
         if self.verdict is None:
             self._look(watch)
 
@@ -152,7 +152,7 @@ class StatusMonitor:
                 _end_process(watch, blocked)
 
     def _storeless(self, watch: Watch) -> bool:
-        """Whether the store is lost, perhaps with rank 0: asking it then only fills stderr with torch's warnings."""
+        """Whether the store is lost, perhaps with rank 0. Asking it would only fill stderr with torch's warnings."""
         return self.misses >= _MOST_MISSES or watch.is_gone(0)
 
     def say_goodbye(self, watch: Watch) -> None:
@@ -174,7 +174,7 @@ class StatusMonitor:
             return
 
     def _wait_until_heard(self, watch: Watch) -> None:
-        """Keep the store until the ranks that live have read the failure, for as long as a rank that waits may take."""
+        """Keep the store alive until the living ranks have read the failure, at most as long as a waiting rank may take."""
         until, others = time.monotonic() + 1.5 * watch.beat_s, dict(enumerate(self.ranks))
         while time.monotonic() < until:
             gone = watch.peers.gone()
@@ -232,7 +232,7 @@ class StatusMonitor:
             self.store.compare_set("failure", "", json.dumps((time.time() + _NOTICE * watch.beat_s, False, text)))
 
     def _warn_of_busy(self, watch: Watch, statuses: Sequence[RankStatus], now: float) -> None:
-        """The first rank that waits names the ranks that keep it waiting."""
+        """Warn, on the first waiting rank, of the ranks that keep it waiting."""
         waited = now - self.seen[self.index].since
         first_waiting = next(index for index, status in enumerate(statuses) if status.wait_for or index == self.index)
         if waited > watch.name_busy_s and now - self.named_at > watch.name_busy_s and first_waiting == self.index:

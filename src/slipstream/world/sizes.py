@@ -1,4 +1,4 @@
-"""Sizes of the mesh's axes as configs and `slipstream run --mesh` state them. Without torch: the launcher reads them, too.
+"""Sizes of the mesh's axes, from configs and `slipstream run --mesh`. Without torch, because the launcher reads them, too.
 
 `--mesh` reaches the ranks in the environment variable SLIPSTREAM_MESH, which only `launched_sizes` reads.
 """
@@ -33,14 +33,14 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def shown_mesh(sizes: Mapping[str, int]) -> str:
-    """`parse_mesh` turned around."""
+    """The inverse of `parse_mesh`."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def _stated(raw: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """(axis, key, size) of the keys that state a size; values of other types are for the ranks to refuse.
+    """(axis, key, size) of the keys that state a size. Values of other types are skipped; the ranks refuse them.
 
-    A size of `tensor_parallel` below 2 states none, as in DeepSpeed: its tp_size is 1 beside any autotp_size.
+    A size of `tensor_parallel` below 2 is not stated, as in DeepSpeed: its tp_size is 1 beside any autotp_size.
     """
     for axis, paths in MESH_KEYS.items():
         for path in paths:
@@ -52,7 +52,7 @@ def _stated(raw: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
 
 
 def sizes_in(raw: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes above 1 that a config's keys state, the largest of each axis."""
+    """The sizes above 1 that a config's keys state; the largest one for each axis."""
     sizes: dict[str, int] = {}
     for axis, _, size in _stated(raw):
         if size > 1:
@@ -61,13 +61,13 @@ def sizes_in(raw: Mapping[str, Any]) -> dict[str, int]:
 
 
 def launched_sizes() -> dict[str, int]:
-    """Those of `slipstream run --mesh`; empty without it."""
+    """The sizes of `slipstream run --mesh`; empty without it."""
     text = os.environ.get(VARIABLE)
     return parse_mesh(text) if text else {}
 
 
 def check_stated(raw: Mapping[str, Any], given: Mapping[str, int]) -> None:
-    """Raise ValueError if a config states other sizes than `--mesh` gives, also 1."""
+    """Raise ValueError if a config states another size than `--mesh`, including 1."""
     for axis, path, size in _stated(raw):
         if given.get(axis, size) != size:
             raise ValueError(f"slipstream run --mesh {axis}={given[axis]}, and the config has {path} {size}; drop one of the two")

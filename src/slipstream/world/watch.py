@@ -1,21 +1,21 @@
 """Hang detection: each rank's step, phase, unit and current wait, compared across ranks.
 
-The engine and the transports write plain attributes, at no cost. Each of our waits sleeps in short slices and calls
-`Watch.check` between them. A thread per engine (monitor.py) publishes the status in the process group's store once a
-beat, and reads the other ranks' only while this rank waits. The waiting ranks then raise PeerError:
+The engine and the transports write plain attributes, at no cost. Each wait sleeps in short slices and calls `Watch.check` between
+them. A thread per engine (monitor.py) publishes the status in the process group's store once a beat, and reads the other ranks'
+statuses only while this rank waits. The waiting ranks then raise PeerError:
 
 gone        a rank's process has ended (peers.py) or has published that it failed: the error names it, within seconds.
-standstill  every rank waits, none makes progress, and no operation has been entered by all its ranks: they can never match.
+standstill  every rank waits, none makes progress, and no operation has been entered by all its ranks, so none can complete.
             All ranks raise, with a table of rank, step, phase, unit. A slow transfer is not a standstill.
 busy        some rank does not wait (it evaluates, saves, compiles): a warning names it every 30 seconds, and waits raise
             only after `timeout_s`.
 
-A thread that blocks inside one of torch's own collectives (a user's barrier, a checkpoint's) is recognized by its stack
-and counts as waiting. It cannot be made to raise, so its process ends with the same message on stderr.
+A thread blocked inside one of torch's own collectives (a user's barrier, a checkpoint's) is recognized by its stack and counts as
+waiting. It cannot be made to raise, so its process ends with the same message on stderr.
 
-[Note: Who ended well] A rank whose script ends publishes that in the store, from an exit handler. A process that has ended
-without publishing was killed or crashed. If this rank waits for it, that is an error at once; if this rank waits for
-another rank first, after `patience_s`, so that the error names the first of a chain of failures.
+[Note: Who ended well] A rank whose script ends publishes that in the store, from an exit handler. A process that ended without
+publishing was killed or crashed. If this rank waits for that process, it raises at once. If it waits for another rank first, it
+raises after `patience_s`, so that the error names the first of a chain of failures.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from slipstream.world.peers import Peers, meet
 if TYPE_CHECKING:
     from slipstream.world.monitor import StatusMonitor
 
-_MOST_BEATS = 10.0  # that the monitor's thread may be late
-_STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have gone with its process
-_SLICE = 0.01  # seconds between two looks at what another process or thread will have done within moments
-_LAST_WORDS = 3.0  # seconds at the end of the script for operations with lost ranks to end
+_MOST_BEATS = 10.0  # beats by which the monitor's thread may be late
+_STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have ended with its process
+_SLICE = 0.01  # seconds between two checks of what another process or thread does within moments
+_LAST_WORDS = 3.0  # seconds at the script's end for operations with lost ranks to end
 
 
 class PeerError(BriefError, RuntimeError):
-    """A wait for other ranks failed: they will never join it, have exceeded the timeout, or (PeerLostError) have ended."""
+    """A wait for other ranks failed: they will never join it, the timeout has passed, or (PeerLostError) they have ended."""
 
 
 class PeerLostError(PeerError):
@@ -66,11 +66,11 @@ class Ledger:
     group: Any
     launched: int = 0
     in_flight: dict[int, str] = field(default_factory=dict)  # number -> operation
-    details: dict[int, str] = field(default_factory=dict)  # of these, for the table of a hang: what differs between ranks, perhaps
-    record: OperationLog | None = None  # of a log that the user has asked for
+    details: dict[int, str] = field(default_factory=dict)  # number -> text for the table of a hang, which may differ between ranks
+    record: OperationLog | None = None  # a log that the user requested
 
     def launch(self, operation: str, nbytes: int = 0, sent: int = 0, detail: str = "") -> int:
-        """nbytes: of the whole buffer; sent: of those, what leaves this rank."""
+        """nbytes: of the whole buffer; sent: the part of it that leaves this rank"""
         self.launched += 1
         self.in_flight[self.launched], self.details[self.launched] = operation, detail
         if self.record is not None:
@@ -84,7 +84,7 @@ class Ledger:
 
 
 class OperationLog(Protocol):
-    """Is told of a ledger's operations (observe/traffic.py)."""
+    """Receives a ledger's operations (observe/traffic.py)."""
 
     def launch(self, ledger: Ledger, number: int, operation: str, nbytes: int, sent: int) -> None: ...
 
@@ -104,7 +104,7 @@ class Watch:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.beat_s = 1.0
-        self.standstill_s = 6.0  # without progress on any rank
+        self.standstill_s = 6.0  # seconds without progress on any rank
         self.name_busy_s = 30.0
         self.patience_s = 1.25
         self.step = 0
@@ -114,21 +114,21 @@ class Watch:
         self.awaits: tuple[str, int] | None = None
         self.waits = 0
         self.waited_s = 0.0
-        self.around: list[Callable[[str], AbstractContextManager[object]]] = []  # of what a wait is for; entered until it ends
+        self.around: list[Callable[[str], AbstractContextManager[object]]] = []  # with a wait's purpose; entered until it ends
         self.failure: str | None = None  # if set, every wait raises with this text
         self.is_lost = True  # the failure is a lost rank: raise PeerLostError
         self.was_raised = False
         self.ledgers: list[Ledger] = []
-        self.record: OperationLog | None = None  # of ledgers to come, too
+        self.record: OperationLog | None = None  # also for future ledgers
         self.waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
         self.rank = 0
         self.names: Mapping[int, str] = {}  # rank -> its place on the axes, as text
         self.peers = Peers([])
         self.left: set[int] = set()  # ranks whose script ended normally
-        self.asked: set[int] = set()  # ranks of which the monitor has asked for that since their processes ended
+        self.asked: set[int] = set()  # ranks whose exit status the monitor has looked up since their processes ended
         self._pid = os.getpid()
-        self._due = threading.Event()  # the monitor's thread looks at once
-        self.abandoned = False  # it ends
+        self._due = threading.Event()  # makes the monitor's thread check at once
+        self.abandoned = False  # makes the monitor's thread end
         self._thread: threading.Thread | None = None
         self._monitor: StatusMonitor | None = None
 
@@ -167,7 +167,7 @@ class Watch:
         return rank in self.peers.gone()
 
     def lost(self, error: BaseException | None = None) -> PeerError:
-        """The error to raise when a rank has gone, or when a connection broke with `error`. It names the first rank to go."""
+        """The error to raise if a rank has gone, or a connection broke with `error`. It names the first rank that went."""
         deadline = time.monotonic() + self.patience_s
         while self.failure is None and not self.peers.gone() and time.monotonic() < deadline:
             time.sleep(_SLICE)  # a process closes its connections before it has ended
@@ -206,15 +206,15 @@ class Watch:
         return f"{waits} (step {self.step}, {self.phase}, unit {self.unit or '-'})"
 
     def note_lost_peer(self, now: float) -> None:
-        """Set `failure` if a peer ended more than `patience_s` ago without having ended its script."""
+        """Set `failure` if a peer ended more than `patience_s` ago and its script did not end normally."""
         for rank, when in self.peers.gone().items():
             if self.failure is None and rank not in self.left and now - when > self.patience_s and self._is_known(rank, when):
                 self.failure = self.describe_lost(rank)
 
     def _is_known(self, rank: int, since: float) -> bool:
-        """Whether the monitor has asked how the script of a process ended that is gone, or can no longer be waited for.
+        """Whether the monitor has looked up how the script of an ended process ended, or can no longer be expected to.
 
-        On a loaded machine the monitor's thread may be late by seconds; the store may have ended with rank 0.
+        On a loaded machine the monitor's thread may be late by seconds, and the store may have ended with rank 0.
         """
         beats = _MOST_BEATS if rank in self.peers.gone() and not self.is_gone(0) else 1.5
         return rank in self.asked or time.monotonic() - since > beats * self.beat_s
@@ -277,8 +277,8 @@ class Watch:
             monitor.say_goodbye(self)
         self._keep_groups()
         self._thread = self._monitor = None
-        # A thread whose operation ends while the interpreter does would abort the process, in place of its exit code. The lost
-        # rank's connections close within moments; a rank that hangs never ends the operation.
+        # A thread whose operation ends while the interpreter is ending would abort the process, so its exit code would be lost. The
+        # lost rank's connections close within moments; a rank that hangs never ends the operation.
         until = time.monotonic() + _LAST_WORDS
         for waiter in list(self.waiters):
             waiter.close(max(0.0, until - time.monotonic()))
@@ -291,11 +291,11 @@ class Watch:
 
 
 def _drop_default_group() -> None:
-    """Take the default process group out of the defaults of torch.distributed.nn.functional's arguments.
+    """Remove the default process group from the default arguments of torch.distributed.nn.functional.
 
-    torch's dynamo, which the first optimizer imports, imports that module, and `group=group.WORLD` keeps the group that exists
-    then: its threads outlive destroy_process_group and meet the end of the interpreter, which may abort the process. None means
-    the same group.
+    torch's dynamo, which the first optimizer imports, imports that module, and `group=group.WORLD` keeps the group that exists then
+    alive. Its threads outlive destroy_process_group until the interpreter ends, which may abort the process. None means the same
+    group.
     """
     functional = sys.modules.get("torch.distributed.nn.functional")
     for function in vars(functional).values() if functional else ():

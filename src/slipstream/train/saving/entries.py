@@ -54,8 +54,7 @@ def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSl
 
 
 def place_of(unit: Unit, param: nn.Parameter, shape: Shape) -> tuple[Shape, tuple[Box, ...]]:
-    """The shape of the whole parameter of which this rank holds a part of `shape`, and the boxes that the part fills; (): all of
-    it."""
+    """The whole shape of the parameter of which this rank has a part of `shape`, and the boxes that the part fills; (): all."""
     ranges: list[Ranges] = [((0, size),) for size in shape]
     whole = list(shape)
     for part in cuts_of(param):
