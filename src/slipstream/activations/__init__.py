@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward: recomputed, kept in host memory, or computed in tiles."""
+"""How a forward keeps activations for its backward: recomputed, in host memory, or computed in tiles."""
 
 from slipstream.activations.recompute import HostMemory, checkpoint
 from slipstream.activations.tiled import TiledLinear, fused_linear_cross_entropy, tiled_mlp

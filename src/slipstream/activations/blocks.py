@@ -1,6 +1,6 @@
 """Activation checkpointing and activation offload for a model's repeated blocks, without changes to the model's code.
 
-A block's `forward` is replaced on the instance, so it runs inside the block's hooks: these gather the weights before and release
+A block's `forward` is replaced on the instance, so it runs inside the block's hooks, which gather the weights before and release
 them after. In the backward, the gradient of the block's outputs gathers the weights before the first saved tensor is needed. Hooks
 do not fire again during recompute. `remove` restores the `forward`; copies and pickles of the model have the original one.
 """
@@ -79,7 +79,7 @@ class Shadow:
 
     def remove(self) -> None:
         self.removed = True
-        if self.block.__dict__.get("forward") is not self:  # replaced in turn: from now on only pass calls through
+        if self.block.__dict__.get("forward") is not self:  # another replacement wraps it: from now on, only pass calls through
             return
         if self.before is None:
             del self.block.__dict__["forward"]
@@ -139,7 +139,7 @@ class Offloaded(Shadow):
 
 @contextmanager
 def _boundary(timing: Timing, synchronize: bool, name: str) -> Iterator[None]:
-    """Times and optionally synchronizes a checkpointed forward or a recompute."""
+    """Times, and optionally synchronizes, a checkpointed forward or a recompute."""
     if synchronize:
         torch.cuda.synchronize()
     with timing(name):
@@ -151,7 +151,7 @@ def _boundary(timing: Timing, synchronize: bool, name: str) -> Iterator[None]:
 
 
 def _statistics(block: nn.Module) -> list[Tensor]:
-    """Running statistics, which the recompute of a batch must not update a second time."""
+    """Running statistics, which a recompute must not update a second time for the same batch."""
     norms = (module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training)
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 

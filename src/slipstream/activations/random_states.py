@@ -1,11 +1,11 @@
-"""Random states beside torch's own, from which the ranks of sliced layers draw apart: Megatron's tracker (arXiv:1909.08053).
+"""Random states beside torch's own, from which ranks of sliced layers draw separately: Megatron's tracker (arXiv:1909.08053).
 
     tracked.add("model-parallel-rng", seed + rank)
-    with tracked.fork():              # what is drawn inside comes from this state, and torch's own stays as it was
+    with tracked.fork():              # draws inside use this state; torch's own state stays unchanged
         hidden = dropout(hidden)
 
-`tracked` is the process's, as torch's generators are. A checkpointed function draws the same numbers twice (`recompute`), and the
-checkpoints of an engine have the states.
+`tracked` belongs to the process, like torch's generators. A checkpointed function draws the same numbers in its recompute, and an
+engine's checkpoints contain the states.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RandomStates:
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Make a state. Raises ValueError if there is one of this name or seed, which would draw the same numbers."""
+        """Add a state. Raises ValueError if a state has this name, or this seed, which would draw the same numbers."""
         if name in self._states or seed in self._seeds:
             raise ValueError(
                 f"there is a random state {name!r} or one with the seed {seed} already; call reset() first, or take another seed"
@@ -50,7 +50,7 @@ class RandomStates:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from a state. Raises ValueError for an unknown name."""
+        """Draw from the named state inside. Raises ValueError for an unknown name."""
         if name not in self._states:
             raise ValueError(f"there is no random state {name!r}; add({name!r}, seed) makes it, or model_parallel_cuda_manual_seed")
         before = _current()
@@ -63,7 +63,7 @@ class RandomStates:
 
     @contextmanager
     def again(self, states: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, draws are those that followed on earlier states."""
+        """Inside, draw again from earlier states."""
         now = self._states
         self.set_states(states)
         try:

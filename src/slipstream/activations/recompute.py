@@ -54,7 +54,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, host: HostMemory | None = Non
 
 
 def _drawing_again(fn: Callable[..., Any], states: Mapping[str, Tensor]) -> Callable[..., Any]:
-    """`fn`, which draws from these states also when it is called again."""
+    """`fn`, drawing from these states even if it is called again."""
     calls = itertools.count()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -70,17 +70,17 @@ def inside_checkpoint() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether a backward runs on this thread: a forward inside it is a second one."""
+    """Whether a backward runs on this thread, so that a forward inside it is a recompute."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_repeating() -> bool:
-    """Whether a forward with gradients is the second one of its kind: a reentrant checkpoint's first one had none."""
+    """Whether a forward with gradients repeats an earlier one: a reentrant checkpoint's first forward had no gradients."""
     return is_recomputing() and _checkpoint_hook().startswith("_recomputation_hook")
 
 
 def _checkpoint_hook() -> str:
-    """The hook of a checkpoint that is not reentrant which now packs what autograd saves; "" if there is none."""
+    """The name of the non-reentrant checkpoint's hook that currently packs what autograd saves; "" if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[0].__qualname__ if hooks is not None and hooks[0].__module__ == torch_checkpoint.__name__ else ""
 

@@ -36,8 +36,8 @@ def fused_linear_cross_entropy(
     tile     tokens per tile; by default, the logits of a tile are as large as `hidden` or a quarter of `weight`, and a tile has at
              least 128 tokens, because each tile adds to all of the weight's gradient
 
-    Under autograd, the forward also computes the gradients, tile by tile, so that it computes the logits once and the backward does
-    not read the weight (ZeRO-3 does not gather it again). They are saved without the factor of the loss's gradient, so that small
+    Under autograd, the forward also computes the gradients, tile by tile. So it computes the logits once, and the backward does not
+    read the weight (ZeRO-3 does not gather it again). Gradients are saved without the factor of the loss's gradient, so that small
     ones do not underflow in fp16: the hidden states' in their dtype, the weight's and the bias's in fp32, because a sum over many
     tiles loses bits in bf16. That is V x H x 4 bytes between forward and backward, for any N. There is no second derivative.
 
@@ -59,14 +59,14 @@ def fused_linear_cross_entropy(
     if tile is None:
         tile = max(target.numel() * hidden.shape[-1] // weight.shape[0], hidden.shape[-1] // 4, 128)
     inputs = hidden.reshape(-1, hidden.shape[-1]), weight, bias
-    if not torch.is_grad_enabled():  # a function's forward computes the gradients of what requires them in any mode
+    if not torch.is_grad_enabled():  # otherwise a Function's forward would compute gradients in any mode
         inputs = inputs[0].detach(), weight.detach(), None if bias is None else bias.detach()
     loss: Tensor = _FusedLoss.apply(*inputs, target.reshape(-1), ignore_index, label_smoothing, softcap, tile)
     return loss / (target != ignore_index).sum() if reduction == "mean" else loss
 
 
 class _FusedLoss(torch.autograd.Function):
-    """The summed loss. The forward computes its gradients, for a loss gradient of 1."""
+    """The summed loss. Its forward computes the gradients for a loss gradient of 1."""
 
     @staticmethod
     def forward(
@@ -125,7 +125,7 @@ def _tile_loss(
     total: Tensor,
     differentiate: bool,
 ) -> Tensor | None:
-    """Add one tile's loss to `total`; return its derivative by the logits, [n, V] in the dtype of `total`.
+    """Add one tile's loss to `total`; return the loss's derivative by the logits, [n, V] in the dtype of `total`.
 
     With p = softmax(z), target t and smoothing s: loss = logsumexp(z) - (1 - s) z[t] - s mean(z); its derivative by z is
     p - (1 - s) onehot(t) - s / V.
@@ -156,7 +156,7 @@ def tiled_mlp(fn: Callable[[Tensor], Tensor], x: Tensor, tiles: int, dim: int = 
     """Return `fn(x)` for a token-wise function, computed over `tiles` parts of the sequence (`dim`) with activation checkpointing:
     the activations inside `fn` exist for one part at a time.
 
-    Dropout in `fn` draws other numbers than over the whole sequence, and the same ones in the recompute.
+    Dropout in `fn` draws other numbers than for the whole sequence, but the same ones in the recompute.
     """
     if tiles < 1:
         raise ValueError(f"tiles is {tiles}; it must be at least 1")

@@ -1,4 +1,4 @@
-"""Attention over some blocks of scores: patterns, modules, and unmodified models of transformers."""
+"""Block-sparse attention: patterns, modules, and unmodified transformers models."""
 
 from slipstream.attention.dense import causal_attention
 from slipstream.attention.layouts import (

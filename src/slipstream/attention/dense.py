@@ -1,4 +1,4 @@
-"""Attention over all scores by the kernels of block-sparse attention, for a model's own forward on CPUs."""
+"""Attention over all scores with the kernels of block-sparse attention, for a model's own forward on CPUs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slipstream.ops.block_sparse import MOST_DIM, takes
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, dropout: float = 0.0) -> Tensor:
-    """softmax(scale query key^T) value, of the keys up to each query's own. scale: features^-1/2 if None.
+    """softmax(scale query key^T) value, where each query sees the keys up to its own. scale: features^-1/2 if None.
 
     query: [B, heads, L, features], key and value: [B, key heads, L, features]; returns [B, heads, L, features]. In fp32, bf16 and
-    fp16 on CPUs, forward and backward take less than half of the time of torch's scaled_dot_product_attention, which computes
-    all else: on other devices, in other dtypes, with more than 256 features a head, and where torch compiles. As it, follows
-    autocast. Raises ValueError for shapes that do not fit.
+    fp16 on CPUs, forward and backward take less than half the time of torch's scaled_dot_product_attention. That computes all other
+    cases: other devices and dtypes, more than 256 features a head, and compilation by torch. Like torch's, this follows autocast.
+    Raises ValueError for shapes that do not fit.
     """
     if query.is_cpu and torch.is_autocast_enabled("cpu"):
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))

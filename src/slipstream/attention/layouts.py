@@ -1,8 +1,8 @@
 """Patterns of blocks for sparse attention, with the names, defaults and layouts of DeepSpeed before it removed them.
 
-A layout is int64 [heads, blocks, blocks], 1 where a block of queries attends to a block of keys. 'unidirectional' shapes blocks:
-inside a block on the diagonal, and where `Fixed` and `Variable` go beyond it, queries see later keys unless a mask forbids that.
-Random blocks come from Python's `random`: seed it for the same layout again.
+A layout is int64 [heads, blocks, blocks], 1 where a block of queries attends to a block of keys. 'unidirectional' restricts only
+blocks: inside a block on the diagonal, and where `Fixed` and `Variable` go beyond it, queries see later keys unless a mask forbids
+it. Random blocks come from Python's `random`: seed it to get the same layout again.
 
 Sources: Sparse Transformers (arXiv 1904.10509) for Fixed, BigBird (arXiv 2007.14062), Longformer (arXiv 2004.05150).
 """
@@ -20,14 +20,14 @@ from torch import Tensor
 from slipstream.ops.block_sparse import PANEL, BlockLayout
 
 _SEED = 17
-_LEAST = 1024  # tokens of a pattern's first layout; longer sequences double it
+_LEAST = 1024  # tokens of a pattern's first layout; for longer sequences it is doubled
 
 Direction = Literal["unidirectional", "bidirectional"]
 
 
 @dataclass(eq=False, repr=False)
 class SparsityConfig:
-    """The base: heads, the size of a block, and whether each head has a layout of its own. Raises ValueError for bad sizes."""
+    """The base class: heads, block size, and whether each head has its own layout. Raises ValueError for bad sizes."""
 
     num_heads: int
     block: int = 16
@@ -45,7 +45,7 @@ class SparsityConfig:
                 raise ValueError(f"{name} ({value}) must be at least {least}")
 
     def setup_layout(self, seq_len: int) -> Tensor:
-        """Zeros of the layout's shape. Raises ValueError if blocks do not divide seq_len."""
+        """Zeros in the layout's shape. Raises ValueError if the block size does not divide seq_len."""
         if seq_len % self.block or seq_len < self.block:
             longer = -(-max(seq_len, 1) // self.block) * self.block
             raise ValueError(
@@ -61,7 +61,7 @@ class SparsityConfig:
         return layout
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """The layout for a sequence of this many tokens. Raises ValueError if blocks do not divide it."""
+        """The layout for a sequence of seq_len tokens. Raises ValueError if the block size does not divide it."""
         layout = self.setup_layout(seq_len)
         for head in range(self.num_layout_heads):
             self.fill(head, layout[head])
@@ -83,7 +83,7 @@ class DenseSparsityConfig(SparsityConfig):
 class FixedSparsityConfig(SparsityConfig):
     """Windows of `num_local_blocks`, and columns of `num_global_blocks` at the end of each window that all rows attend to.
 
-    With `num_different_global_patterns` the heads take different blocks of a window as global ones, in turn.
+    With `num_different_global_patterns`, heads take turns in which blocks of a window are global.
     """
 
     num_local_blocks: int = 4
@@ -113,7 +113,7 @@ class FixedSparsityConfig(SparsityConfig):
         first = size - (1 + head % self.num_different_global_patterns) * wide
         whole = blocks - blocks % size
         starts = list(range(first, whole, size))
-        if whole < blocks:  # the short last window
+        if whole < blocks:  # a last window that is shorter
             starts.append(max(min(whole + first, blocks - wide), 0))
         for start in starts:
             rows[start if one_way else 0 :, start : start + wide] = 1
@@ -123,7 +123,7 @@ class FixedSparsityConfig(SparsityConfig):
 
 @dataclass(eq=False, repr=False)
 class VariableSparsityConfig(SparsityConfig):
-    """Random blocks in each row, windows of the listed lengths (the last one again and again), and global blocks by index."""
+    """Random blocks in each row, windows of the listed lengths (the last length repeats), and global blocks by index."""
 
     num_random_blocks: int = 0
     local_window_blocks: Sequence[int] | None = None
@@ -155,7 +155,7 @@ class VariableSparsityConfig(SparsityConfig):
 
 @dataclass(eq=False, repr=False)
 class BigBirdSparsityConfig(SparsityConfig):
-    """Random blocks in each row, a sliding window, and the first blocks as rows and columns that are whole."""
+    """Random blocks in each row, a sliding window, and the first blocks as full rows and columns."""
 
     num_random_blocks: int = 1
     num_sliding_window_blocks: int = 3
@@ -185,7 +185,7 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 @dataclass(eq=False, repr=False)
 class BSLongformerSparsityConfig(SparsityConfig):
-    """A sliding window, and global blocks by index as rows and columns that are whole."""
+    """A sliding window, and global blocks by index as full rows and columns."""
 
     num_sliding_window_blocks: int = 3
     global_block_indices: Sequence[int] | None = None
@@ -251,9 +251,9 @@ def sparsity_of(pattern: Mapping[str, Any], num_heads: int) -> SparsityConfig:
 
 
 class Layouts:
-    """The layouts of one pattern, by length: the upper left parts of that of the longest sequence so far.
+    """The layouts of one pattern, by length: the upper left parts of the layout for the longest sequence so far.
 
-    Random blocks are drawn from a fixed seed: every rank, and a later run, has the same.
+    Random blocks are drawn with a fixed seed, so every rank, and a later run, has the same ones.
     """
 
     def __init__(self, config: SparsityConfig) -> None:
@@ -262,7 +262,7 @@ class Layouts:
         self._layouts: dict[tuple[int, bool], BlockLayout] = {}
 
     def of(self, length: int, causal: bool) -> BlockLayout:
-        """The layout of at least this many tokens, in whole blocks."""
+        """The layout for at least `length` tokens, in whole blocks."""
         blocks = -(-length // self.config.block)
         if blocks > self._longest.shape[1]:
             longest = -(-_LEAST // self.config.block)
@@ -284,7 +284,7 @@ _LAYOUTS: dict[tuple[Any, ...], Layouts] = {}
 
 
 def layouts_of(pattern: Mapping[str, Any], num_heads: int) -> Layouts:
-    """The layouts of a pattern, the same object for all models. Raises as `sparsity_of`."""
+    """The layouts of a pattern, the same object for all models. Raises like `sparsity_of`."""
     identity = (num_heads, repr(sorted(pattern.items())))
     if identity not in _LAYOUTS:
         _LAYOUTS[identity] = Layouts(sparsity_of(pattern, num_heads))
@@ -292,7 +292,7 @@ def layouts_of(pattern: Mapping[str, Any], num_heads: int) -> Layouts:
 
 
 def draw(layout: Tensor, form: Literal["text", "svg"] = "text") -> str:
-    """A picture of a layout [heads, blocks, blocks]: rows are queries, columns keys, heads stand side by side. Alike heads are one.
+    """A picture of a layout [heads, blocks, blocks]: rows are queries, columns keys, heads side by side. Equal heads appear once.
 
     Raises ValueError for another form.
     """
@@ -353,7 +353,7 @@ def _global_blocks(indices: Sequence[int] | None, ends: Sequence[int] | None) ->
 
 
 def _spans(starts: Sequence[int], ends: Sequence[int] | None, blocks: int) -> list[tuple[int, int]]:
-    """Those that lie in a sequence of this many blocks."""
+    """The spans that lie in a sequence of `blocks` blocks."""
     stops = [start + 1 for start in starts] if ends is None else ends
     return [(start, min(stop, blocks)) for start, stop in zip(starts, stops, strict=True) if start < blocks]
 

@@ -17,9 +17,9 @@ MaskMode = Literal["add", "mul"]
 class SparseSelfAttention(nn.Module):
     """Attention over the blocks of a layout: softmax(q k^T / sqrt(d) + masks) v.
 
-    sparsity_config: None: that of the engine's JSON (`sparse_attention`). A mask's mode 'mul' forbids where it is 0, 'add' is added
-    to scores. max_seq_length: sequences take the upper left part of this length's layout, the buffer `master_layout`, which an
-    engine makes that of the first rank.
+    sparsity_config: None: the engine's (`sparse_attention` in its JSON). A mask of mode 'mul' forbids where it is 0; one of mode
+    'add' is added to scores. max_seq_length: sequences use the upper left part of the layout for this length, the buffer
+    `master_layout`, which an engine copies from the first rank.
     """
 
     master_layout: Tensor
@@ -35,26 +35,26 @@ class SparseSelfAttention(nn.Module):
         _check_modes(key_padding_mask_mode=key_padding_mask_mode, attn_mask_mode=attn_mask_mode)
         self.key_padding_mask_mode, self.attn_mask_mode, self.max_seq_length = key_padding_mask_mode, attn_mask_mode, max_seq_length
         self.sparsity_config: SparsityConfig | None = None
-        self.pattern: Mapping[str, Any] | None = None  # an engine's, for a module without a config
+        self.pattern: Mapping[str, Any] | None = None  # the engine's, for a module without a config
         self.dropout = 0.0  # of probabilities, in training
-        self.causal = False  # no query sees a later key, in blocks on the diagonal too
+        self.causal = False  # no query sees a later key, also in blocks on the diagonal
         self._layouts: dict[tuple[int, int, bool], BlockLayout] = {}
         if sparsity_config is not None:
             self.configure(sparsity_config)
 
     def configure(self, sparsity_config: SparsityConfig) -> None:
-        """Take the pattern. Raises ValueError if its blocks do not divide `max_seq_length`."""
+        """Set the pattern. Raises ValueError if its blocks do not divide `max_seq_length`."""
         layout = sparsity_config.make_layout(self.max_seq_length)
         self.sparsity_config = sparsity_config
         self.register_buffer("master_layout", layout)
         self.forget_layouts()
 
     def forget_layouts(self) -> None:
-        """Read `master_layout` again, whose values were changed in a way that torch does not count."""
+        """Read `master_layout` again, after its values were changed in a way that version counters do not show."""
         self._layouts.clear()
 
     def get_layout(self, length: int, num_heads: int = 1) -> BlockLayout:
-        """The layout of sequences of this length. Raises ValueError if it is too long, or blocks do not divide it."""
+        """The layout for sequences of this length. Raises ValueError if it is too long, or the block size does not divide it."""
         config = self.sparsity_config
         if config is None and self.pattern is not None:
             layouts = layouts_of(self.pattern, num_heads)
@@ -84,8 +84,8 @@ class SparseSelfAttention(nn.Module):
     ) -> Tensor:
         """query, value: [B, H, L, d]; key: the same, or [B, H, d, L]. Returns [B, H, L, d]. Raises ValueError.
 
-        rpe: relative positions, added to scores, broadcastable to [B, H, L, L]; it may want a gradient. key_padding_mask: [B, L],
-        or with dimensions of 1 between. attn_mask: [L, L], or broadcastable to [B, H, L, L].
+        rpe: relative positions, added to scores, broadcastable to [B, H, L, L]; it may require a gradient. key_padding_mask: [B,
+        L], or with dimensions of 1 between. attn_mask: [L, L], or broadcastable to [B, H, L, L].
         """
         if key.shape != value.shape and key.transpose(-1, -2).shape == value.shape:
             key = key.transpose(-1, -2)
@@ -93,7 +93,7 @@ class SparseSelfAttention(nn.Module):
             raise ValueError(f"query has shape {tuple(query.shape)}; it must be [batch, heads, tokens, features]")
         batch, heads, length, _ = query.shape
         layout, config = self.get_layout(length, heads), self.sparsity_config
-        # Slices have some of the heads, which a layout that all heads share serves
+        # Slices have some of the heads; a layout shared by all heads fits them
         if config is not None and (config.different_layout_per_head or len(layout.blocks) > 1):
             check_heads(heads, config, "query")
         check_of_keys("key_padding_mask", key_padding_mask, batch, length)
@@ -111,7 +111,7 @@ class SparseSelfAttention(nn.Module):
 
 
 def check_heads(heads: int, config: SparsityConfig, whose: str) -> None:
-    """Raises ValueError if `whose` heads are others than the pattern's."""
+    """Raise ValueError if the number of heads of `whose` is not the pattern's."""
     if heads != config.num_heads:
         raise ValueError(
             f"{whose} has {heads} heads, and {type(config).__name__} has num_heads={config.num_heads}: make it for {heads} heads"
@@ -119,7 +119,7 @@ def check_heads(heads: int, config: SparsityConfig, whose: str) -> None:
 
 
 def check_added(name: str, value: Tensor | None, scores: Sequence[int]) -> None:
-    """Raises ValueError for what does not broadcast to scores of the shape [B, H, L, keys]."""
+    """Raise ValueError for a value that does not broadcast to scores of shape [B, H, L, keys]."""
     if value is None:
         return
     own = (1,) * (4 - value.dim()) + tuple(value.shape)
@@ -130,7 +130,7 @@ def check_added(name: str, value: Tensor | None, scores: Sequence[int]) -> None:
 
 
 def check_of_keys(name: str, mask: Tensor | None, batch: int, keys: int) -> None:
-    """Raises ValueError for a mask of keys that is not [B, keys], or that with dimensions of 1 between."""
+    """Raise ValueError for a key mask that is not [B, keys], or that with dimensions of 1 between."""
     if mask is not None and (mask.shape[:1] != (batch,) or mask.shape[-1:] != (keys,) or mask.numel() != batch * keys):
         raise ValueError(
             f"{name} has shape {tuple(mask.shape)}; it must be [batch, tokens], {(batch, keys)}, or so with dimensions of 1 between"
@@ -144,7 +144,7 @@ def _check_modes(**modes: str) -> None:
 
 
 def added(mask: Tensor, mode: MaskMode) -> Tensor:
-    """A mask as what is added to scores, fp32."""
+    """The mask as fp32 values that are added to scores."""
     return mask.float() if mode == "add" else torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask == 0, float("-inf"))
 
 
@@ -183,7 +183,7 @@ class BertSparseSelfAttention(nn.Module):
 
 
 class _Blocks:
-    """Where the blocks of a block-sparse matrix [B, blocks, block, block] lie: in the order of the layout's nonzeros."""
+    """The positions of the blocks of a block-sparse matrix [B, blocks, block, block], in the order of the layout's nonzeros."""
 
     def __init__(self, layout: Tensor, block: int) -> None:
         if layout.dim() != 3:
@@ -201,9 +201,8 @@ class _Blocks:
 
 
 class MatMul:
-    """Products in which one matrix is block-sparse: 'sdd' gives the layout's blocks of dense @ dense, 'dsd' is sparse @ dense.
-
-    'dds' is dense @ sparse. Dense: [B, H, M, N]; sparse: [B, blocks, block, block]. trans_a, trans_b: transpose a or b first.
+    """Products with one block-sparse matrix: 'sdd' computes the layout's blocks of dense @ dense, 'dsd' is sparse @ dense, 'dds' is
+    dense @ sparse. Dense: [B, H, M, N]; sparse: [B, blocks, block, block]. trans_a, trans_b: transpose a or b first.
     """
 
     def __init__(
@@ -238,7 +237,7 @@ class MatMul:
         return self._gather(parts, column, count).transpose(2, 3).flatten(3, 4)
 
     def _check(self, a: Tensor, b: Tensor) -> None:
-        """Raises ValueError for operands of other heads or sizes than the layout's, or of each other's."""
+        """Raise ValueError for operands whose heads or sizes do not fit the layout or each other."""
         at, sizes = self.at, []
         for name, x, turned in (("a", a, self.trans_a), ("b", b, self.trans_b)):
             if self.mode == {"a": "dsd", "b": "dds"}.get(name):
@@ -259,7 +258,7 @@ class MatMul:
             )
 
     def _gather(self, parts: Tensor, to: Tensor, count: int) -> Tensor:
-        """Sums of the parts [B, blocks, m, n] that go to the same place, [B, H, count, m, n]."""
+        """Sums of the parts [B, blocks, m, n] with the same target: [B, H, count, m, n]."""
         out = parts.new_zeros(len(parts), self.at.heads * count, *parts.shape[2:])
         return out.index_add(1, (self.at.head * count + to).to(parts.device), parts).unflatten(1, (self.at.heads, count))
 

@@ -1,8 +1,8 @@
-"""Block-sparse attention in unmodified models of transformers: `attn_implementation="slipstream_sparse"`, or by the JSON.
+"""Block-sparse attention in unmodified transformers models: `attn_implementation="slipstream_sparse"`, or through the JSON.
 
 The pattern is the attribute `slipstream_sparse_attention` of the model's config: a mode and its parameters, as in DeepSpeed's
-JSON block; `save_pretrained` keeps it. Sequences of any length are padded to whole blocks. Decoders stay causal inside blocks, too.
-Random blocks are drawn from a fixed seed, so that every rank, and a later run, has the same.
+JSON block. `save_pretrained` keeps it. Sequences of any length are padded to whole blocks. Decoders stay causal inside blocks, too.
+Random blocks are drawn with a fixed seed, so every rank, and a later run, has the same ones.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from slipstream.attention.modules import SparseSelfAttention, added
 from slipstream.config.huggingface import SPARSE_PATTERN
 from slipstream.ops.block_sparse import BlockLayout, block_sparse_attention
 
-NAME = "slipstream_sparse"  # of the attention function
-DENSE = "slipstream_dense"  # of the one that computes all scores
+NAME = "slipstream_sparse"  # name of the attention function
+DENSE = "slipstream_dense"  # name of the function that computes all scores
 ALL: Mapping[str, Any] = {"mode": "dense", "block": 16}
-_ROWS = 1 << 20  # elements of a mask that exist at a time
+_ROWS = 1 << 20  # number of mask elements at a time
 
 
 def apply_pattern(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Give the model a pattern, of which only the values that its mode takes count. Raises ValueError before it is changed.
+    """Give the model a pattern; only the values that its mode takes are used. Raises ValueError before the model is changed.
 
-    It goes to every `SparseSelfAttention` without one of its own and, if there is none, to a model of transformers. Mode "dense"
-    leaves all other models as they are.
+    The pattern goes to every `SparseSelfAttention` without its own or, if there is none, to a transformers model. Mode "dense"
+    leaves all other models unchanged.
     """
     taken = signature(MODES[values["mode"]]).parameters
     pattern = {"mode": values["mode"]} | {name: value for name, value in values.items() if name in taken}
@@ -51,9 +51,9 @@ def apply_pattern(model: nn.Module, values: Mapping[str, Any]) -> None:
 
 
 def use_sparse_attention(model: nn.Module, pattern: Mapping[str, Any] | None = None) -> None:
-    """Point a model of transformers to block-sparse attention. pattern: as in `sparsity_of`; None: the config's, or mode "fixed".
+    """Switch a transformers model to block-sparse attention. pattern: as in `sparsity_of`; None: the config's, or mode "fixed".
 
-    Raises ValueError for a model that cannot be served, before it is changed.
+    Raises ValueError for an unsupported model, before it is changed.
     """
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
@@ -75,7 +75,7 @@ def use_sparse_attention(model: nn.Module, pattern: Mapping[str, Any] | None = N
 
 
 def register() -> None:
-    """Tell transformers of `attn_implementation="slipstream_sparse"` and `"slipstream_dense"`."""
+    """Register `attn_implementation="slipstream_sparse"` and `"slipstream_dense"` with transformers."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -95,13 +95,13 @@ def _mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What a model of transformers hands to `_attention`, which keys a query may see by its own rules. Of a whole sequence:
+    """The mask that transformers passes to `_attention`: the keys that each query may see by the model. For a whole sequence:
 
-    None                 all, or those before it
+    None                 all keys, or the previous ones
     bool [B, keys]       False for padding
-    int [B, 1, q, 2]     the first key and the one after the last: of windows and packed samples, too
+    int [B, 1, q, 2]     first key and end; also for windows and packed samples
     bool [B, 1, q, k]    other rules
-    int8 [B, H, q, k]    of queries with cached keys, whose places are known here: the pattern is applied, too
+    int8 [B, H, q, k]    for queries with cached keys, whose positions are known only here: includes the pattern
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
@@ -112,7 +112,7 @@ def _mask(
     def allowed(begin: int, end: int, keys: int) -> Tensor:
         offsets = (q_offset + begin, kv_offset)
         found: Any = sdpa_mask(batch_size, end - begin, keys, *offsets, mask_function, attention_mask, **kwargs | skip)
-        return torch.as_tensor(found)  # never None, as skipping is off
+        return torch.as_tensor(found)  # never None, because skipping is off
 
     if not is_whole:
         pattern, config = _pattern(kwargs["config"]), kwargs["config"]
@@ -128,9 +128,9 @@ def _mask(
 
 
 def _spans(allowed: Callable[[int, int, int], Tensor], length: int) -> Tensor:
-    """Where each query's keys begin and end, int [B, 1, L, 2]; the mask bool [B, 1, L, L] if some query's keys have a gap.
+    """Where each query's keys begin and end, int [B, 1, L, 2]; if some query's keys have a gap, the mask, bool [B, 1, L, L].
 
-    allowed(begin, end, keys): the mask of these queries; so that no more than a few rows exist at a time.
+    allowed(begin, end, keys): the mask of these queries, so that only a few rows exist at a time
     """
     parts, step = [], max(1, _ROWS // length)
     for begin in range(0, length, step):
@@ -165,7 +165,7 @@ def _attention(
     if softcap is not None or kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} caps its scores or has sinks, which block-sparse attention does not serve")
     length, device = query.shape[2], query.device.type
-    if torch.is_autocast_enabled(device):  # as torch's attention does: rotary positions may have left queries and keys in fp32
+    if torch.is_autocast_enabled(device):  # like torch's attention: rotary positions may have left queries and keys in fp32
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     if attention_mask is not None and attention_mask.dtype == torch.int8:
         groups = query.shape[1] // key.shape[1]
@@ -178,7 +178,7 @@ def _attention(
                 f"{type(module).__name__}: {length} queries with {key.shape[2]} keys and a mask of the caller's; where the queries "
                 "stand among the keys is not known. Pass a mask [batch, tokens], or the whole sequence without a cache"
             )
-        key, value = key[:, :, :length], value[:, :, :length]  # of a cache with room for more
+        key, value = key[:, :, :length], value[:, :, :length]  # the cache may have room for more
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     layout = layouts_of(_pattern(module.config), query.shape[1]).of(length, causal)
     return attend(query, key, value, layout, attention_mask, scaling, dropout).transpose(1, 2), None
@@ -187,7 +187,7 @@ def _attention(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, mask: Tensor | None, scale: float | None, dropout: float
 ) -> Tensor:
-    """query [B, H, L, D], key and value [B, KV heads, L, D] -> [B, H, L, D]; L is at most the layout's. mask: of `_mask`, or
+    """query [B, H, L, D], key and value [B, KV heads, L, D] -> [B, H, L, D]; L is at most the layout's. mask: from `_mask`, or
     numbers [B, 1, 1 or L, L] that are added to scores."""
     length = query.shape[2]
     keys, spans, bias = _masks(mask)
@@ -203,7 +203,7 @@ def attend(
 
 
 def _masks(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(key_bias, spans, bias) of a mask of a whole sequence. Numbers [B, 1, L, L] are added to scores."""
+    """(key_bias, spans, bias) from a mask of a whole sequence. Numbers [B, 1, L, L] are added to scores."""
     if mask is None:
         return None, None, None
     if mask.dtype == torch.int32:

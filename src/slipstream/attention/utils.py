@@ -1,4 +1,4 @@
-"""Help for BERT and RoBERTa of transformers with sparse attention: longer positions, other attention, padding to blocks."""
+"""Utilities for transformers' BERT and RoBERTa with sparse attention: longer positions, other attention, padding to blocks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from slipstream.attention.layouts import FixedSparsityConfig, SparsityConfig
 from slipstream.attention.modules import BertSparseSelfAttention, added
 
-_RESERVED = {"bert": 0, "roberta": 2, "xlm-roberta": 2}  # first rows of the positions' table that are no positions
+_RESERVED = {"bert": 0, "roberta": 2, "xlm-roberta": 2}  # number of first rows of the position table that are no positions
 
 
 class SparseAttentionUtils:
-    """Static functions, as DeepSpeed's."""
+    """Static functions, like DeepSpeed's."""
 
     @staticmethod
     def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
@@ -42,7 +42,7 @@ class SparseAttentionUtils:
 
     @staticmethod
     def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
-        """Let the tokenizer give sequences of this length. Returns it."""
+        """Set the tokenizer's maximum length. Returns the tokenizer."""
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
         return tokenizer
@@ -71,7 +71,7 @@ class SparseAttentionUtils:
             dense = layer.attention.self
             sparse = _Returning(config, sparsity_config, max_position)
             sparse.query, sparse.key, sparse.value = dense.query, dense.key, dense.value
-            sparse.sparse_self_attention.causal = getattr(dense, "is_causal", False)  # of a decoder, which may get no mask
+            sparse.sparse_self_attention.causal = getattr(dense, "is_causal", False)  # a decoder may get no mask
             layer.attention.self = sparse.train(dense.training)
         return layers
 
@@ -114,7 +114,7 @@ class SparseAttentionUtils:
 
 
 class _Returning(BertSparseSelfAttention):
-    """As a layer of transformers calls it: a mask [B, 1, L, L] may be bool or added to scores, and it returns (context, None)."""
+    """Called like a transformers layer: a mask [B, 1, L, L] may be bool or added to scores; returns (context, None)."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """hidden_states [B, L, h] -> ([B, L, h], None). Raises ValueError with a cache, whose keys a pattern does not cover."""
@@ -125,7 +125,7 @@ class _Returning(BertSparseSelfAttention):
         if attention_mask is None:
             return super().forward(hidden_states), None
         if attention_mask.dim() == 4 and attention_mask.shape[1] == 1 and bool((attention_mask == attention_mask[:, :, :1]).all()):
-            attention_mask = attention_mask[:, 0, 0]  # rows are alike: an encoder's mask is that of its keys
+            attention_mask = attention_mask[:, 0, 0]  # rows are equal: an encoder's mask depends only on keys
         if attention_mask.dtype == torch.bool:
             attention_mask = added(attention_mask, "mul")
         masks = {"attention_mask" if attention_mask.dim() < 4 else "attn_mask": attention_mask}
@@ -133,7 +133,7 @@ class _Returning(BertSparseSelfAttention):
 
 
 def _encoder(model: nn.Module) -> tuple[Any, int]:
-    """The BERT or RoBERTa inside, and how many rows of its positions are reserved."""
+    """The BERT or RoBERTa inside, and the number of reserved rows of its position table."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in _RESERVED:
         raise ValueError(f"{type(model).__name__} is no BERT or RoBERTa of transformers (its model_type is {kind!r})")

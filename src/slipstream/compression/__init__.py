@@ -1,4 +1,4 @@
-"""Smaller models: quantization during training, pruning, layers of a teacher (DeepSpeed's compression toolkit)."""
+"""Smaller models: quantization during training, pruning, reuse of a teacher's layers (DeepSpeed's compression toolkit)."""
 
 from slipstream.compression.compress import (
     compression_scheduler,

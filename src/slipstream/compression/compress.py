@@ -1,7 +1,7 @@
 """Compression by DeepSpeed's `compression_training` block: `init_compression` before training, `redundancy_clean` after it.
 
 Each technique has `shared_parameters` and `different_groups`: {name: {params, modules, related_modules}}. `modules` are patterns
-that are searched in the names of layers; "*" is every layer. A pattern without a layer raises ValueError, as do bits out of range.
+searched for in layer names; "*" is every layer. A pattern that matches no layer raises ValueError, and so do bits out of range.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ BLOCK = "compression_training"
 _CLOCK = "_slipstream_compression"  # attribute of a compressed model
 WEIGHT, ACTIVATION = "weight_quantization", "activation_quantization"
 SPARSE, ROW, HEAD, CHANNEL = "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning"
-# in the order of cleaning, and each one's name in `Compressed`
+# in the order of cleaning; technique -> its name in `Compressed`
 TECHNIQUES = {WEIGHT: "weight", SPARSE: "sparse", ROW: "row", HEAD: "head", CHANNEL: "row", ACTIVATION: "activation"}
 
 
 class LayerGroup(NamedTuple):
-    """One group of one technique."""
-
     technique: str
     name: str
     shared: Any  # blocks of config.compression
@@ -44,11 +42,11 @@ class LayerGroup(NamedTuple):
         return f"{BLOCK}.{self.technique}.different_groups.{self.name}"
 
     def is_served(self) -> bool:
-        """Whether it rounds weights to grids of the inference engine."""
+        """Whether the group rounds weights to grids of the inference engine."""
         return self.technique == WEIGHT and self.shared.quantization_type == "served"
 
     def layers(self, model: nn.Module) -> list[str]:
-        """Names of the layers that the patterns match. Raises ValueError for a pattern without one."""
+        """Names of the layers that the patterns match. Raises ValueError for a pattern without a match."""
         names = [name for name, module in model.named_modules() if can_compress(module)]
         found: list[str] = []
         for pattern in self.modules:
@@ -70,8 +68,8 @@ def init_compression(
 ) -> nn.Module:
     """Prepare a model for training under compression, in place. Returns it.
 
-    deepspeed_config: a path to a JSON, or its dict, with the block `compression_training`. teacher_model: whose layers the model
-    takes, with `layer_reduction`. Raises ValueError, before the model is changed.
+    deepspeed_config: a path to a JSON, or its dict, with the block `compression_training`. teacher_model: with `layer_reduction`,
+    the model takes its layers. Raises ValueError, before the model is changed.
     """
     if mpu is not None and getattr(mpu, "get_model_parallel_world_size", lambda: 1)() > 1:
         raise ValueError("compression is not built with sliced layers (mpu with several model-parallel ranks)")
@@ -94,25 +92,25 @@ def init_compression(
 
 
 def clock_of(model: nn.Module) -> Clock | None:
-    """The steps of a compressed model; None if `init_compression` has not changed it."""
+    """The clock of a compressed model; None if `init_compression` has not changed it."""
     return vars(_inner(model)).get(_CLOCK)
 
 
 def clocks_of(model: nn.Module) -> list[Clock]:
-    """The steps of a compressed model, and of those of its layers that were made compressed, without `init_compression`."""
+    """The clocks of a compressed model, and of its layers that were built compressed, without `init_compression`."""
     whole, inner = clock_of(model), _inner(model)
     layers = (module.clock for module in inner.modules() if isinstance(module, Compressed))
     return list(dict.fromkeys([*([] if whole is None else [whole]), *layers]))
 
 
 def own_clock(model: nn.Module) -> Clock:
-    """The steps of a model that is or will be compressed."""
+    """The clock of a model that is or will be compressed."""
     clock: Clock = vars(_inner(model)).setdefault(_CLOCK, Clock())
     return clock
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The model in a wrapper that has it as `module`, as an engine does."""
+    """The model inside a wrapper that holds it as `module`, such as an engine."""
     inner = getattr(model, "module", model)
     return inner if isinstance(inner, nn.Module) else model
 
@@ -166,7 +164,7 @@ def groups_of(block: CompressionTraining) -> Iterator[LayerGroup]:
         if not shared.enabled:
             continue
         groups = part.different_groups
-        if not groups and technique == SPARSE:  # its ratio is shared
+        if not groups and technique == SPARSE:  # its ratio may be in shared_parameters
             groups = {"all": PruningGroup.model_validate({"params": {"dense_ratio": shared.dense_ratio}})}
         if not groups:
             raise ValueError(f"{BLOCK}.{technique} is enabled and has no different_groups: name the layers there")
@@ -175,7 +173,7 @@ def groups_of(block: CompressionTraining) -> Iterator[LayerGroup]:
 
 
 def _enabler(group: LayerGroup) -> Callable[[Compressed], None]:
-    """What switches the technique on in a layer. Raises ValueError for values that it cannot have."""
+    """A function that enables the technique in a layer. Raises ValueError for invalid values."""
     shared, offset = group.shared, group.shared.schedule_offset
     if group.technique == WEIGHT:
         return _weights(group)
@@ -234,9 +232,9 @@ def end_step(
     mean: Callable[[list[Tensor]], list[Tensor]] = list,
     most: Callable[[Tensor], Tensor] = lambda seen: seen,
 ) -> None:
-    """Move static ranges of inputs, and take the masks of `snip_momentum` anew, if it is the step for it. Collective.
+    """Update static ranges of inputs, and renew the masks of `snip_momentum` if they are due in this step. Collective.
 
-    step: how many have been made. mean, most: of scores, and of the ends of ranges, over ranks.
+    step: number of steps so far. mean, most: combine scores, and the ends of ranges, over ranks
     """
     layers = [module for module in model.modules() if isinstance(module, Compressed)]
     ranged = [layer for layer in layers if "input_seen" in layer._buffers]
@@ -293,15 +291,15 @@ def _related(group: LayerGroup, model: nn.Module) -> list[str]:
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: str | Path | Mapping[str, Any], mpu: Any = None) -> nn.Module:
-    """Make the results of compression the model's own parameters: weights on their grid, and without the rows, heads and channels
-    that were masked, where `related_modules` names what they go with. Quantized inputs stay. In place; returns the model.
+    """Make the results of compression the model's own parameters: weights on their grid, and without masked rows, heads and
+    channels if `related_modules` names their counterparts. Quantized inputs stay. In place; returns the model.
     """
     return clean(model, deepspeed_config, {})
 
 
 def clean(model: nn.Module, deepspeed_config: str | Path | Mapping[str, Any], codes: dict[str, Tensor]) -> nn.Module:
-    """As `redundancy_clean`. codes: gets those of matrices on the grid of int4, by their names and `.q`, `.scale`, `.low`."""
-    # grids of rows and of groups of columns are those of what is left, as in the forward
+    """`redundancy_clean`. codes: receives those of matrices on int4's grid, under their names and `.q`, `.scale`, `.low`."""
+    # grids of rows and of groups of columns belong to the remaining ones, as in the forward
     for group in sorted(groups_of(read_block(deepspeed_config)), key=LayerGroup.is_served):
         layers = {name: layer for name in group.layers(model) if isinstance(layer := model.get_submodule(name), Compressed)}
         for name, layer in layers.items():
@@ -321,7 +319,7 @@ def clean(model: nn.Module, deepspeed_config: str | Path | Mapping[str, Any], co
 
 
 def _drop(group: LayerGroup, model: nn.Module, masks: Mapping[str, Tensor | None], i: int, patterns: Sequence[str]) -> None:
-    """Drop what pattern i's layers have masked, and its counterpart in the related layers of the same block."""
+    """Drop the masked parts of pattern i's layers, and their counterparts in the related layers of the same block."""
     pattern = group.modules[i]
     chosen = [(name, mask) for name, mask in masks.items() if pattern == "*" or re.search(pattern, name)]
     related = _related(group._replace(related=[patterns]), model)
@@ -349,7 +347,7 @@ def _drop(group: LayerGroup, model: nn.Module, masks: Mapping[str, Tensor | None
 
 
 def _check_heads(group: LayerGroup, model: nn.Module, name: str, count: int) -> None:
-    """Raise ValueError if a related layer has not an output for each input of the projection, as keys of grouped queries."""
+    """Raise ValueError if a related layer lacks an output for each input of the projection, such as grouped-query keys."""
     layer = _compressed(model, name)
     outputs = layer.by_output(layer.weight).shape[0]
     if outputs != count:
@@ -360,7 +358,7 @@ def _check_heads(group: LayerGroup, model: nn.Module, name: str, count: int) -> 
 
 
 def _dealt(chosen: list[tuple[str, Tensor | None]], related: list[str]) -> list[list[str]]:
-    """The related layers of each layer: those that share most of its name, as many for each."""
+    """The related layers of each layer: those that share most of its name, equally many for each."""
     each = len(related) // len(chosen)
     left, dealt = list(related), []
     for name, _ in chosen:
@@ -380,7 +378,7 @@ def _compressed(model: nn.Module, name: str) -> Compressed:
 
 
 def _fewer_heads(model: nn.Module, name: str, mask: Tensor) -> None:
-    """Tell an attention of transformers, the parent of its query, key and value, how many heads it has left."""
+    """Set the remaining number of heads on transformers' attention module, the parent of query, key and value."""
     parent: Any = model.get_submodule(name.rpartition(".")[0])
     if hasattr(parent, "num_attention_heads") and hasattr(parent, "all_head_size"):
         parent.num_attention_heads = int(mask.sum())
@@ -436,7 +434,7 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
 
 
 class compression_scheduler:
-    """Steps of a compressed model that trains without an engine; an engine counts by itself."""
+    """Counts the steps of a compressed model that trains without an engine; an engine counts by itself."""
 
     def __init__(self, model: nn.Module, compression_config: Any = None) -> None:
         self.clocks, self.model = clocks_of(model), _inner(model)
@@ -448,7 +446,7 @@ class compression_scheduler:
         return self.clocks[0].step
 
     def step(self, step_zero_check: bool = False) -> None:
-        """Count an optimizer step. step_zero_check: the first one has not been made yet."""
+        """Count an optimizer step. step_zero_check: the first step has not been made yet."""
         for clock in self.clocks:
             clock.step += not step_zero_check
         end_step(self.model, self.training_steps)

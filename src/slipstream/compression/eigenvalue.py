@@ -1,7 +1,7 @@
-"""The largest eigenvalues of the loss's Hessian, block by block: the order of MoQ's second-order schedule (arXiv 1909.05840).
+"""The largest eigenvalue of the loss's Hessian for each block: the order of MoQ's second-order schedule (arXiv 1909.05840).
 
-Power iteration: v is random and normalized; lambda = v.Hv, and v becomes Hv normalized, until lambda changes by less than `tol` of
-itself. Hv is the derivative of gradient.v. Values that are not finite count as 0.
+Power iteration: v is random and normalized; lambda = v.Hv, and v becomes the normalized Hv, until the relative change of lambda is
+less than `tol`. Hv is the derivative of gradient.v. Nonfinite values count as 0.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
-Mean = Callable[[list[Tensor]], list[Tensor]]  # over ranks
+Mean = Callable[[list[Tensor]], list[Tensor]]  # averages over ranks
 
 
 class Eigenvalue:
     """DeepSpeed's class. layer_name: the path of a list of blocks in the model; layer_num: how many of them, 0 for all.
 
-    max_iter: at most so many products a block. stability: added to norms that v is divided by.
+    max_iter: at most this many products per block. stability: added to norms by which v is divided.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Eigenvalue:
         return {id(p): (share, i) for i, (block, share) in enumerate(zip(blocks, shares, strict=True)) for p in block.parameters()}
 
     def shares(self, loss: Tensor, blocks: Sequence[nn.Module], mean: Mean = list) -> list[float]:
-        """The eigenvalues of the blocks over the largest one, 0 to 1. mean: of the tensors over ranks that compute the same."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters of stage 3 stay as they are
+        """The eigenvalues of the blocks over the largest one, 0 to 1. mean: averages tensors over ranks with the same model."""
+        with torch._C.DisableTorchFunctionSubclass():  # stage 3's parameters stay unchanged
             own = [[param for param in block.parameters() if param.requires_grad] for block in blocks]
             every = list({id(param): param for params in own for param in params}.values())
             found = torch.autograd.grad(loss, every, create_graph=True, allow_unused=True)
@@ -72,11 +72,11 @@ class Eigenvalue:
             return self.post_process([self._largest(pair, mean) for pair in pairs])
 
     def _largest(self, pairs: Iterable[tuple[Tensor, Tensor]], mean: Mean = list) -> float:
-        """The eigenvalue of largest size, of the parameters' part of the Hessian. pairs: (gradient with a graph, parameter)."""
+        """The eigenvalue of largest magnitude of the parameters' part of the Hessian. pairs: (gradient with a graph, parameter)."""
         grads, params = [grad for grad, _ in pairs], [param for _, param in pairs]
         if not grads:
             return 0.0
-        random = torch.Generator().manual_seed(0)  # the same on every rank, and no draw of the model's
+        random = torch.Generator().manual_seed(0)  # the same on every rank, without using the model's generator
         v = self.normalize([torch.randn(grad.shape, generator=random).to(grad.device) for grad in grads])
         now, before = 1.0, 0.0
         for _ in range(self.max_iter):
@@ -101,6 +101,6 @@ class Eigenvalue:
         return torch.stack([(x * y).sum() for x, y in zip(xs, ys, strict=True)]).sum()
 
     def post_process(self, value_list: Sequence[float]) -> list[float]:
-        """Sizes over the largest one; 1 where it is 0 or not finite."""
+        """Magnitudes over the largest one; 1 for values that are 0 or not finite."""
         sizes = [abs(value) if math.isfinite(value) else 0.0 for value in value_list]
         return [size / max(sizes) if size else 1.0 for size in sizes]

@@ -1,11 +1,11 @@
 """Saves a compressed model as a folder that transformers and `init_inference` load.
 
 transformers builds a model from its configuration, so what was removed must be a number there: the width of MLPs, or the number of
-heads where the configuration has `head_dim` (Llama and its kin). Other shapes are refused by name.
+heads if the configuration has `head_dim` (Llama and relatives). Other shapes raise an error that names them.
 
-Weights on a `served` grid are saved rounded. Those of int8 give their codes again, in bf16 too: the largest of a row is kept, and a
-product is rounded by less than a quarter of a step. Those of int4 do not (of bf16 weights, most groups get another scale), so
-their codes are saved beside them, in `slipstream_codes.safetensors`, which `init_inference(dtype="int4")` takes.
+Weights on a `served` grid are saved rounded. int8 weights give the same codes again, even in bf16: the largest of a row is kept,
+and a product is rounded by less than a quarter of a step. int4 weights do not (with bf16 weights, most groups get another scale),
+so their codes are saved beside them, in `slipstream_codes.safetensors`, which `init_inference(dtype="int4")` reads.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _WIDTHS = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim",
 
 
 def export(model: nn.Module, deepspeed_config: str | Path | Mapping[str, Any], path: str | Path, **options: Any) -> nn.Module:
-    """Clean the model (`redundancy_clean`), fit its configuration to what is left, and save both, with codes. Returns the model.
+    """Clean the model (`redundancy_clean`), fit its configuration to the result, and save both, with codes. Returns the model.
 
-    model: a PreTrainedModel, compressed by this config; deepspeed_config: as of `redundancy_clean`; options: of `save_pretrained`.
-    Raises ValueError if transformers' configuration cannot say the shapes that are left; the model is cleaned then, and not saved.
+    model: a PreTrainedModel, compressed by this config. deepspeed_config: as in `redundancy_clean`. options: of `save_pretrained`.
+    Raises ValueError if transformers' configuration cannot express the remaining shapes; then the model is cleaned, but not saved.
     """
     target: Any = getattr(model, "module", model)
     if not hasattr(target, "save_pretrained") or not hasattr(target, "config"):
@@ -57,7 +57,7 @@ def export(model: nn.Module, deepspeed_config: str | Path | Mapping[str, Any], p
 
 
 def fitted_config(model: Any) -> Any:
-    """The model's configuration, changed so that transformers builds a model of its shapes. Raises ValueError if none does."""
+    """The model's configuration, changed so that transformers builds its shapes. Raises ValueError if that is impossible."""
     misfits = _misfits(model, model.config)
     pairs = sorted({pair for shapes in misfits.values() for pair in zip(*shapes, strict=True) if pair[0] != pair[1]})
     for changes in itertools.product(*(_changes(model.config, *pair) for pair in pairs)):
@@ -74,7 +74,7 @@ def fitted_config(model: Any) -> Any:
 
 
 def _changes(config: Any, old: int, new: int) -> Iterator[dict[str, int]]:
-    """Changes of fields that may make a dimension of `old` one of `new`."""
+    """Changes of fields that may turn a dimension of `old` into one of `new`."""
     for name in _WIDTHS:
         if getattr(config, name, None) == old:
             yield {name: new}
@@ -85,14 +85,14 @@ def _changes(config: Any, old: int, new: int) -> Iterator[dict[str, int]]:
 
 
 def _misfits(model: Any, config: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Weights whose shape is another than that of the model that transformers builds: name -> (theirs, own)."""
+    """Weights whose shape differs from that in the model that transformers builds: name -> (theirs, own)."""
     built = _blank(model, config)
     own = {name: tuple(value.shape) for name, value in model.named_parameters()}
     return {name: (built.get(name, (0,) * len(shape)), shape) for name, shape in own.items() if built.get(name) != shape}
 
 
 def _blank(model: Any, config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the state of the model that transformers builds; a transposed layer's have none."""
+    """Names and shapes in the state of the model that transformers builds; transposed layers have no shape."""
     with torch.device("meta"):
         built = type(model)(config)
     theirs = dict(built.named_modules())

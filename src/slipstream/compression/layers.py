@@ -30,13 +30,13 @@ _SHADOWED = ("weight", "bias")
 
 
 class Compressed(nn.Module):
-    """What every compressed layer can do. The layer's own `forward` runs with the compressed weight in place of its own."""
+    """The base of compressed layers. The layer's own `forward` runs with the compressed weight instead of its own."""
 
     weight: Any  # a parameter
     clock: Clock
-    scheduled: Scheduled | None = None  # of the weight's bits
+    scheduled: Scheduled | None = None  # schedule of the weight's bits
     activation_bits = 0  # 0: not quantized
-    snip: Snip | None = None  # how the mask of single weights follows their scores
+    snip: Snip | None = None  # how the mask of single weights follows scores
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,7 +48,7 @@ class Compressed(nn.Module):
         self._kinds: dict[str, Any] = {}
 
     def by_output(self, weight: Tensor) -> Tensor:
-        """A weight, or what has its shape, as a view with a row for each output; of such a view, the weight again."""
+        """A weight, or a tensor of its shape, as a view with a row per output. Applied to such a view, gives the weight again."""
         return weight
 
     def is_on(self, technique: str) -> bool:
@@ -61,7 +61,7 @@ class Compressed(nn.Module):
     # -- techniques --
 
     def enable_weight_quantization(self, bits: Bits, kind: Kind = "symmetric", groups: int = 1, stochastic: bool = False) -> None:
-        """Raises ValueError if groups do not divide the weight."""
+        """Raise ValueError if groups do not divide the weight."""
         if kind != "served" and self.weight.numel() % groups:
             raise ValueError(f"quantize_groups ({groups}) do not divide a weight of shape {tuple(self.weight.shape)}")
         self._begin("weight", bits.offset, (groups, kind, stochastic))
@@ -69,7 +69,7 @@ class Compressed(nn.Module):
         self.clock.follow(self.scheduled)
 
     def follow_factors(self) -> bool:
-        """Let the times at which bits are lost be stretched (`stretch`). Returns whether the weight loses any."""
+        """Allow `stretch` to delay the losses of bits. Returns whether the weight loses any."""
         schedule = self.scheduled
         if schedule is None or schedule.bits.start == schedule.bits.target:
             return False
@@ -91,26 +91,26 @@ class Compressed(nn.Module):
     def enable_activation_quantization(
         self, bits: int, kind: Kind = "symmetric", calibration: Literal["dynamic", "static"] = "dynamic", offset: int = 0
     ) -> None:
-        """dynamic: a range for each token; static: moving averages over steps of the least and the largest input."""
+        """dynamic: a range per token; static: moving averages over steps of the smallest and the largest input"""
         self.activation_bits = bits
         self._begin("activation", offset, (kind, calibration))
         if calibration == "static":
-            place = None if self.weight.is_meta else self.weight.device  # values that no reset_parameters() would give
+            place = None if self.weight.is_meta else self.weight.device  # buffers' values, which no reset_parameters() would set
             self.register_buffer("input_range", torch.zeros(2, device=place))
-            # of this step so far: minus the least, and the largest input
+            # in this step so far: minus the smallest, and the largest input
             self.register_buffer("input_seen", torch.full((2,), -torch.inf, device=place), persistent=False)
 
     def move_range(self, seen: Tensor) -> None:
-        """End a step. seen: [2], the largest `input_seen` of all ranks."""
+        """End a step. seen: [2], the maximum of `input_seen` over all ranks."""
         self.get_buffer("input_range").copy_(moved_range(self.get_buffer("input_range"), seen))
         self.get_buffer("input_seen").fill_(-torch.inf)
 
     def enable_sparse_pruning(self, share: float, method: Method = "l1", offset: int = 0) -> None:
-        """Keep this share of the weights."""
+        """Keep this fraction of the weights."""
         self._prune("sparse", self.weight.abs(), self.weight.shape, share, method, offset)
 
     def enable_snip(self, snip: Snip) -> None:
-        """Prune by scores of training. Raises ValueError if the blocks do not divide the weight."""
+        """Prune by scores learned in training. Raises ValueError if the blocks do not divide the weight."""
         rows, columns = self.by_output(self.weight).flatten(1).shape
         if columns % snip.columns or (rows % snip.rows and not snip.of_row):
             raise ValueError(f"block_pattern {snip.pattern} does not divide a weight of shape {tuple(self.weight.shape)}")
@@ -120,7 +120,7 @@ class Compressed(nn.Module):
         self.register_buffer("sparse_momentum", torch.zeros_like(self.weight, dtype=torch.float32))
 
     def keep_best(self, snip: Snip, scores: Tensor, share: float) -> None:
-        """Take the mask anew: this share of the blocks, or so many of each of a row's neighbors as the pattern says."""
+        """Renew the mask: keep this fraction of the blocks, or the pattern's number of each group of neighbors in a row."""
         flat = self.by_output(scores).flatten(1)
         if snip.of_row:
             kept = flat.view(-1, snip.columns).topk(snip.columns - snip.rows, 1).indices
@@ -132,12 +132,12 @@ class Compressed(nn.Module):
         rows.copy_(mask.view(rows.shape))
 
     def enable_row_pruning(self, share: float, method: Method = "l1", offset: int = 0) -> None:
-        """Keep this share of the outputs."""
+        """Keep this fraction of the outputs."""
         norms = self.by_output(self.weight).detach().flatten(1).abs().sum(1)
         self._prune("row", norms, norms.shape, share, method, offset)
 
     def enable_head_pruning(self, share: float, num_heads: int, offset: int = 0) -> None:
-        """Keep this share of the heads whose outputs are the inputs of this layer, an attention's projection; by learned scores."""
+        """Keep this fraction of the heads whose outputs are this layer's inputs (an attention's projection), by learned scores."""
         inputs = self.by_output(self.weight).shape[1]
         if inputs % num_heads:
             raise ValueError(f"num_heads ({num_heads}) does not divide the {inputs} inputs of the layer")
@@ -156,17 +156,17 @@ class Compressed(nn.Module):
         nn.init.kaiming_uniform_(scores, a=5**0.5)
         self.register_parameter(f"{technique}_scores", nn.Parameter(scores.view(shape)))
 
-    # -- what the forward computes with --
+    # -- values that the forward uses --
 
     def mask_of(self, technique: str) -> Tensor:
-        """The mask of a technique, in the weight's dtype; of learned scores with their gradient."""
+        """A technique's mask, in the weight's dtype; masks of learned scores carry their gradient."""
         scores = self._parameters.get(f"{technique}_scores")
         if scores is None:
             return self.get_buffer(f"{technique}_mask").to(self.weight.dtype)
         return TopKBinarizer.apply(scores, self._kinds[technique], False)
 
     def compressed(self) -> dict[str, Tensor]:
-        """The weight and bias of this step's forward."""
+        """The weight and bias for this step's forward."""
         weight = self.weight
         bias: Tensor | None = self._parameters.get("bias")
         ones = (1,) * (weight.dim() - 1)
@@ -186,7 +186,7 @@ class Compressed(nn.Module):
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
     def _rounded(self, weight: Tensor, schedule: Scheduled, is_own: bool) -> Tensor:
-        """is_own: the weight is the layer's, without masks."""
+        """is_own: the weight is the layer's own, without masks"""
         groups, kind, stochastic = self._kinds["weight"]
         weight, stochastic, kept = weight.contiguous(), stochastic and self.training, self.clock.kept
         if kept is None or stochastic or not is_own or torch.compiler.is_compiling():
@@ -209,7 +209,7 @@ class Compressed(nn.Module):
         x, *rest = args
         if self.activation_bits and self.is_on("activation"):
             x = self.compressed_input(x)
-        # an entry of the instance hides the parameter from the layer's own forward, whichever class it has
+        # an entry in the instance's dict hides the parameter from the layer's own forward, whatever its class
         vars(self).update(self.compressed())
         try:
             return super().forward(x, *rest, **kwargs)
@@ -277,7 +277,7 @@ class LinearLayer_Compress(Compressed, nn.Linear):
 
 
 class Conv1DLayer_Compress(Compressed):
-    """A compressed Conv1D of transformers: a linear layer with a weight of [inputs, outputs]. Groups are of outputs, too."""
+    """A compressed transformers Conv1D: a linear layer with a weight [inputs, outputs]. Groups are groups of outputs."""
 
     def by_output(self, weight: Tensor) -> Tensor:
         return weight.t()
@@ -304,7 +304,7 @@ class Embedding_Compress(Compressed, nn.Embedding):
 
 
 class BNLayer_Compress(Compressed, nn.BatchNorm2d):
-    """A batch norm whose channels are dropped with those of a convolution before it."""
+    """A batch norm whose channels are dropped with those of the preceding convolution."""
 
     def keep_outputs(self, kept: Tensor) -> None:
         super().keep_outputs(kept)
@@ -322,18 +322,17 @@ KINDS: dict[type[nn.Module], type[Compressed]] = {
 
 
 def _kinds() -> dict[type[nn.Module], type[Compressed]]:
-    """Classes of layers, and their compressed ones. transformers is not imported: without it no model has its Conv1D."""
+    """Class of layer -> its compressed class. transformers is not imported: without it no model has its Conv1D."""
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return KINDS if conv1d is None else {**KINDS, conv1d: Conv1DLayer_Compress}
 
 
 def can_compress(module: nn.Module) -> bool:
-    """Whether `compress` can change the module."""
     return isinstance(module, tuple(_kinds()))
 
 
 def compress(module: nn.Module, clock: Clock) -> Compressed:
-    """Change the module's class to a compressed one, with the same parameters; of a subclass, to one of both. Returns it."""
+    """Change the module's class to a compressed one, with the same parameters; a subclass becomes one of both. Returns it."""
     if isinstance(module, Compressed):
         return module
     own = type(module)
@@ -346,7 +345,7 @@ def compress(module: nn.Module, clock: Clock) -> Compressed:
 
 
 def release(module: Compressed) -> None:
-    """Give a layer without techniques left its own class again."""
+    """Restore the own class of a layer that has no techniques left."""
     if module._since:
         return
     base = next(kind for kind, compressed in _kinds().items() if isinstance(module, compressed))

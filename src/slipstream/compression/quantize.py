@@ -1,4 +1,4 @@
-"""Fake quantization: a tensor rounded to few bits in the forward, whose gradient passes as it is (straight-through).
+"""Fake quantization: the forward rounds a tensor to few bits, and the gradient passes unchanged (straight-through).
 
 A group is a row of the tensor flattened to [groups, -1]; q = 2^bits. The formulas are DeepSpeed's:
 
@@ -7,8 +7,8 @@ asymmetric   s = (max - min) / q, z = round(min / s) s;  Q = clamp(round((w - z)
 2 bits       t = 0.7 mean|w|; a = the mean of those |w| above t;  Q = a where w > t, -a where w < -t, else 0
 1 bit        Q = mean|w| sign(w)
 
-u is 0, or uniform in [-1/2, 1/2) with stochastic rounding. `served` has the grids of Slipstream's inference engine instead: int8
-with a scale per row, int4 with a scale and a least value per group of columns. Loading such weights there loses nothing.
+u is 0, or uniform in [-1/2, 1/2) with stochastic rounding. `served` uses the grids of Slipstream's inference engine instead: int8
+with a scale per row, int4 with a scale and a minimum per group of columns. Loading such weights there loses nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SERVED_GROUP = 32  # columns of a group in int4, the engine's default
 
 
 def fake_quantize(w: Tensor, bits: int, groups: int = 1, kind: Kind = "symmetric", stochastic: bool = False) -> Tensor:
-    """w rounded to `bits`, in its shape and dtype. Raises ValueError if groups do not divide it, or bits are not served."""
+    """w rounded to `bits`, in its shape and dtype. Raises ValueError if groups do not divide it, or for unsupported bits."""
     return through(w, quantized(w.detach(), bits, groups, kind, stochastic))
 
 
 @torch.library.custom_op("slipstream::fake_quantize", mutates_args=())
 def scheduled(w: Tensor, now: Tensor, groups: int, kind: str, stochastic: bool) -> Tensor:
-    """As `fake_quantize`, with bits that a compiled model reads at every step. now: fp32 [2], bits and the exact weight's share."""
+    """`fake_quantize` with bits that a compiled model reads at every step. now: fp32 [2], bits and the exact weight's share."""
     bits, share = now.tolist()
     if not bits:
         return w.clone()
@@ -46,7 +46,7 @@ scheduled.register_autograd(lambda _, grad: (grad, None, None, None, None))
 
 
 def through(w: Tensor, value: Tensor) -> Tensor:
-    """`value`, with its gradient going to w."""
+    """`value` in the forward; the gradient goes to w."""
     out: Tensor = _Through.apply(w, value)
     return out
 
@@ -64,7 +64,7 @@ class _Through(torch.autograd.Function):
 
 
 def quantized(w: Tensor, bits: int, groups: int = 1, kind: Kind = "symmetric", stochastic: bool = False) -> Tensor:
-    """As `fake_quantize`, without a gradient."""
+    """`fake_quantize` without a gradient."""
     if kind == "served":
         return _served(w, bits)
     if w.numel() % groups:
@@ -86,7 +86,7 @@ def _rounded(w: Tensor, bits: int, groups: int, symmetric: bool, stochastic: boo
 
 
 def _grid(least: Tensor, most: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, int, int]:
-    """(scale, zero, lowest and highest whole number) of ranges. A range of one number has a scale of 1."""
+    """(scale, zero, lowest and highest code) of ranges. A range of a single number has a scale of 1."""
     levels = 2**bits
     scale = 2 * torch.maximum(least.abs(), most.abs()) / levels if symmetric else (most - least) / levels
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -109,7 +109,7 @@ def _served(w: Tensor, bits: int) -> Tensor:
 
 
 def served(w: Tensor, bits: int) -> tuple[Tensor, ...]:
-    """The codes of w, rows by columns, as the inference engine has them: int8 and scale, or uint8, scale and low."""
+    """The codes of a matrix w in the inference engine's form: int8 and scale, or uint8, scale and low."""
     if bits not in (8, 4):
         raise ValueError(f'quantization_type "served" has 8 or 4 bits, as the inference engine, not {bits}')
     rows = w.reshape(len(w), -1)
@@ -117,13 +117,13 @@ def served(w: Tensor, bits: int) -> tuple[Tensor, ...]:
 
 
 def in_kept_range(x: Tensor, ends: Tensor, bits: int, kind: Kind) -> Tensor:
-    """x rounded in the range `ends` [2], least and largest, its gradient as it is; in its own if they are 0, of no step yet."""
+    """x rounded in the range `ends` [2] (min, max), with an unchanged gradient; in x's own range before the first step (ends 0)."""
     now = torch.where(ends.any(), ends, torch.stack(x.detach().aminmax()).to(ends.dtype)).float()
     return x + (on_grid(x.detach(), *_grid(now[:1], now[1:], bits, kind == "symmetric")) - x).detach()
 
 
 def moved_range(ends: Tensor, seen: Tensor, momentum: float = 0.95) -> Tensor:
-    """A range after a step. seen: [2], minus the least and the largest input of the step; the range stays if one is not finite."""
+    """The range after a step. seen: [2], minus the step's smallest and its largest input; if one is not finite, the range stays."""
     new = torch.stack([-seen[0], seen[1]])
     return torch.where(seen.isfinite().all(), torch.where(ends.any(), ends * momentum + new * (1 - momentum), new), ends)
 
@@ -133,7 +133,7 @@ class TopKBinarizer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, threshold: float, sigmoid: bool = False) -> Tensor:
-        """inputs: scores. threshold: the share that is kept, 0 to 1. Returns 1 for these, else 0, in the scores' shape."""
+        """inputs: scores. threshold: the fraction that is kept, 0 to 1. Returns 1 for kept ones, else 0, in the scores' shape."""
         return top_mask(inputs, threshold).to(inputs.dtype)
 
     @staticmethod
@@ -160,7 +160,7 @@ class ScoredWeight(torch.autograd.Function):
 
 
 def top_mask(scores: Tensor, share: float) -> Tensor:
-    """True for the largest ceil(share of all) scores, at least one; of equal ones the first."""
+    """True for the largest ceil(share of all) scores, at least one; among equal ones the first."""
     count = max(1, -int(-share * scores.numel() // 1))
     mask = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
     mask[scores.detach().reshape(-1).sort(descending=True, stable=True).indices[:count]] = True

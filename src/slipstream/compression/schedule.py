@@ -1,4 +1,4 @@
-"""When a technique begins, and how many bits a weight has at a step: closed forms of the step, so that a resumed run goes on."""
+"""When a technique begins, and a weight's bits at a step: closed forms of the step, so that a resumed run continues correctly."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bits:
-    """Weights lose a bit after `period` steps from `offset` on, the next after 2 periods in all, then 4, 8, ... (MoQ).
+    """Weights lose a bit `period` steps after `offset`, the next one after 2 periods in all, then 4, 8, ... (MoQ).
 
-    factors: of MoQ's second-order schedule, what each time after a loss is multiplied by beside 2; 1 where there is none.
-    mixed: how much of the exact weight a step takes away after a change, from 1 (all) to 0; 0: weights are quantized at once.
+    factors: of MoQ's second-order schedule: multiply the time to the next loss, in addition to 2; 1 without such a schedule.
+    mixed: how fast the exact weight's share falls from 1 to 0 after a change, per step; 0: weights are quantized at once.
     """
 
     start: int
@@ -43,9 +43,9 @@ class Bits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snip:
-    """When masks are taken anew by scores of training, and the share of weights that they keep: share ** (how far to the end).
+    """When masks are renewed by learned scores, and the fraction of weights that they keep: share ** (progress to the end).
 
-    rows, columns: of a block that is kept or goes as one; of_row: in each `columns` neighbors of a row, `rows` of them go (N:M).
+    rows, columns: of a block that is kept or dropped as one; of_row: of each `columns` neighbors in a row, `rows` go (N:M).
     """
 
     share: float
@@ -61,7 +61,7 @@ class Snip:
         return f"{self.rows}{':' if self.of_row else 'x'}{self.columns}"
 
     def share_at(self, step: int) -> float | None:
-        """The share that masks of this step keep; None: they stay."""
+        """The fraction that this step's masks keep; None: the masks stay."""
         if not self.offset < step <= self.end or ((step - self.offset) % self.stride and step != self.end):
             return None
         return float(self.share ** ((step - self.offset) / (self.end - self.offset)))
@@ -69,11 +69,11 @@ class Snip:
 
 @dataclass(slots=True, eq=False)
 class Scheduled:
-    """A weight's schedule, and where it stands."""
+    """A weight's schedule and its current state."""
 
     bits: Bits
     now: Tensor = field(default_factory=lambda: torch.zeros(2))  # fp32 [2]: bits, the exact weight's share
-    layer: nn.Module | None = None  # whose buffer `period_factors` checkpoints keep; None: the schedule has none
+    layer: nn.Module | None = None  # checkpoints keep its buffer `period_factors`; None: no factors
 
     @property
     def factors(self) -> list[int]:
@@ -85,16 +85,16 @@ class Scheduled:
 
 
 class Clock:
-    """The number of optimizer steps, which an engine or `compression_scheduler` sets, and what follows from it.
+    """The number of optimizer steps, which an engine or `compression_scheduler` sets, and values derived from it.
 
-    Layers read `begun` and tensors, so that a compiled forward serves every step.
+    Layers read `begun` and tensors, so one compiled forward serves every step.
     """
 
     def __init__(self) -> None:
         self._step = 0
-        self.begun: dict[int, bool] = {}  # whether techniques that begin at this step have begun
+        self.begun: dict[int, bool] = {}  # step -> whether techniques that begin then have begun
         self.scheduled: list[Scheduled] = []
-        self.kept: dict[Any, tuple[int, Tensor]] | None = None  # layer -> version of its weight, rounded; None: nothing is kept
+        self.kept: dict[Any, tuple[int, Tensor]] | None = None  # layer -> (version of its weight, rounded); None: keep nothing
 
     @property
     def step(self) -> int:

@@ -1,4 +1,4 @@
-"""Training data ahead of the loader: indexed files, metrics of samples, schedules of difficulty."""
+"""Preparation of training data before the loader: indexed files, metrics of samples, schedules of difficulty."""
 
 from slipstream.data.analyze import DataAnalyzer, DistributedDataAnalyzer
 from slipstream.data.indexed import MMapIndexedDataset, MMapIndexedDatasetBuilder

@@ -1,15 +1,15 @@
-"""Measures every sample of a dataset once, ahead of training, into indexed datasets that a curriculum reads.
+"""Measures every sample of a dataset once, before training, and writes indexed datasets that a curriculum reads.
 
-A metric of type "single_value_per_sample" leaves, in SAVE_PATH/NAME/ with the prefix NAME_,
+A metric of type "single_value_per_sample" writes, in SAVE_PATH/NAME/ with the prefix NAME_,
 
     sample_to_metric                   the value of each sample, in the order of the dataset
-    index_to_metric                    the values that occur, ascending
-    index_to_sample                    row i: the samples of value i
+    index_to_metric                    the occurring values, ascending
+    index_to_sample                    row i: the samples with value i
     index_to_sample_percentile_merged  the same in about 100 rows
 
-and one of type "accumulate_value_over_samples" leaves metric_value, a sum. Dtypes are the narrowest that fit. The files have
+and one of type "accumulate_value_over_samples" writes metric_value, a sum. Dtypes are the narrowest that fit. The files have
 DeepSpeed's names and bytes. `DataAnalyzer` exchanges results through files in NAME/worker{w}_thread{t}/, which other machines may
-write; `DistributedDataAnalyzer` sends them to the first rank. Metrics are computed by `num_threads` processes of each worker.
+write; `DistributedDataAnalyzer` sends them to the first rank. `num_threads` processes of each worker compute metrics.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[tuple
 
 
 def split_dataset(dataset: Any, num_workers: int, worker_id: int, num_threads: int) -> tuple[list[Any], list[Any]]:
-    """The bounds of the workers' samples, and of the processes' of one worker."""
+    """The bounds of each worker's samples, and those of each process of one worker."""
     workers = split_index(0, len(dataset), num_workers)
     return workers, split_index(*workers[worker_id], num_threads)
 
@@ -77,7 +77,7 @@ class _Measured(NamedTuple):
 
 
 class _Measuring:
-    """Collates a batch and measures it, in the process that read its samples."""
+    """Collates and measures a batch, in the process that read its samples."""
 
     def __init__(self, metrics: Sequence[_Named], collate: Any, sample_indices: Any, keeps_data: bool) -> None:
         self.metrics, self.collate, self.sample_indices = metrics, collate or default_collate, sample_indices
@@ -88,7 +88,7 @@ class _Measuring:
         data = self.collate([sample for _, sample in indexed])
         if self.keeps_data:
             return _Measured(positions[0], data, np.array(positions), [])
-        if isinstance(data, Mapping) and "index" in data:  # Megatron's datasets tell it
+        if isinstance(data, Mapping) and "index" in data:  # Megatron's datasets include it
             positions = [int(row[0]) for row in data["index"]]
         elif self.sample_indices is not None:
             positions = [int(self.sample_indices[position]) for position in positions]
@@ -115,7 +115,7 @@ def _measure(
 
 
 class _Results:
-    """The results of some samples: of each metric its values, or its sum."""
+    """The results of some samples: each metric's values, or its sum."""
 
     def __init__(self, metrics: Sequence[_Named], measured: Iterable[_Measured]) -> None:
         self.samples: list[NDArray[np.int64]] = []
@@ -133,8 +133,8 @@ class _Results:
 class DataAnalyzer:
     """DeepSpeed's class; see the module. dataset: map-style. num_workers: machines, or processes that the user starts, each with
     its `worker_id`; worker 0 merges. num_threads: processes of this worker. specific_threads: only these shares of its samples.
-    sample_indices: the numbers of samples in another order of the dataset. The functions `custom_map_init`, `custom_map_update` and
-    `custom_map_finalize` replace the measuring together, `custom_reduce` the merging.
+    sample_indices: the samples' numbers in another order of the dataset. The functions `custom_map_init`, `custom_map_update` and
+    `custom_map_finalize` together replace the measuring, `custom_reduce` the merging.
 
     Raises ValueError for lists of different lengths, unknown types, and values that do not fit.
     """
@@ -230,7 +230,7 @@ class DataAnalyzer:
             _write_index(folder, np.concatenate(values), np.concatenate(samples), chunks)
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
-        """`run_map`, and on worker 0 `run_reduce` after all ranks' map. Collective over the group if there is one."""
+        """`run_map`, and on worker 0 also `run_reduce`, after all ranks' map. Collective over the group, if given."""
         self.run_map()
         _wait(comm_group)
         if self.worker_id == 0:
@@ -242,8 +242,8 @@ class DataAnalyzer:
 
 
 class DistributedDataAnalyzer:
-    """As `DataAnalyzer`, without files between: each rank of a process group measures a share, and the first one writes. The
-    samples of a value are in ascending order. comm_group: the ranks; None: all, of which the caller says number and `worker_id`."""
+    """`DataAnalyzer` without intermediate files: each rank of a process group measures a share, and the first rank writes. A
+    value's samples are in ascending order. comm_group: the ranks; None: all, with the caller's num_workers and `worker_id`."""
 
     def __init__(
         self,
@@ -314,8 +314,8 @@ def _write_sum(folder: str, total: NDArray[Any]) -> None:
 
 
 def _write_index(folder: str, values: NDArray[Any], samples: NDArray[Any], chunks: Sequence[int] | None) -> None:
-    """Write the four files of a metric. chunks: the numbers of samples that DeepSpeed's processes merge, which are documents of the
-    index file with an empty one after them; None: one document, and the samples of a value ascend."""
+    """Write the four files of a metric. chunks: the sample counts that DeepSpeed's processes merge, which become documents of the
+    index file, followed by an empty one; None: one document, and each value's samples ascend."""
     Path(folder).parent.mkdir(parents=True, exist_ok=True)
     if not values.size:
         raise ValueError(f"{folder}: the dataset is empty")

@@ -1,7 +1,7 @@
-"""Micro-batches that are filled by tokens, and learning rates that follow the number of samples (DeepSpeed's `dynamic_batching`).
+"""Micro-batches filled by tokens, and learning rates that follow the number of samples (DeepSpeed's `dynamic_batching`).
 
-A batch, what one step of all ranks consumes, is `effective_batch_size` micro-batches, each of at most `max_tokens` tokens. Its
-learning rate is that of the schedule times samples / effective_batch_size ("linear"), the root of that ("sqrt"), or 1 ("none").
+A batch, which one step of all ranks consumes, is `effective_batch_size` micro-batches of at most `max_tokens` tokens each. Its
+learning rate is the schedule's times samples / effective_batch_size ("linear"), the square root of that ("sqrt"), or 1 ("none").
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SCALES: Mapping[str, Callable[[float], float]] = {"linear": lambda ratio: ratio
 
 
 class Batches(NamedTuple):
-    """Micro-batches, each with the number of its batch; of each batch the samples, and the length of its longest sample."""
+    """Micro-batches, each with its batch's number. For each batch: the samples, and the length of the longest sample."""
 
     microbatch_ids: list[tuple[int, list[int]]]
     batch_sizes: list[int]
@@ -50,12 +50,12 @@ def batch_by_seqlens(
     """Fill micro-batches with samples in order, as many as fit.
 
     sequence_ids_per_mb     the samples to use; None: all
-    min_, max_batch_size    samples of a micro-batch. At the first one that cannot have min_batch_size, the rest is left out
-    sequence_picking_order  "dataloader": the given order; "random": shuffled by `seed`; "seqlen": the shortest first
-    required_microbatches_of_same_size  the micro-batches of a batch have equally many samples, dealt in turn (pipelines)
+    min_, max_batch_size    samples of a micro-batch. At the first one that cannot have min_batch_size, the rest is dropped
+    sequence_picking_order  "dataloader": the given order; "random": shuffled by `seed`; "seqlen": shortest first
+    required_microbatches_of_same_size  a batch's micro-batches have equally many samples, distributed in turn (pipelines)
 
-    Samples longer than `max_tokens`, and micro-batches at the end that make no whole batch, are left out. Raises ValueError if
-    there is not one batch.
+    Samples longer than `max_tokens`, and final micro-batches that do not fill a batch, are dropped. Raises ValueError if not even
+    one batch remains.
     """
     if sequence_picking_order not in ("dataloader", "random", "seqlen"):
         raise ValueError(f"{_KEY}.sequence_picking_order ({sequence_picking_order!r}) must be dataloader, random or seqlen")
@@ -89,7 +89,7 @@ def batch_by_seqlens(
 
 
 def _filled(metrics: list[tuple[int, int]], max_tokens: int, least: int, most: int, together: int) -> list[list[tuple[int, int]]]:
-    """Micro-batches, `together` of them at a time of equally many samples, dealt in turn."""
+    """Micro-batches, `together` of them at a time with equally many samples, distributed in turn."""
     groups: list[list[tuple[int, int]]] = []
     at = 0
     while at < len(metrics):
@@ -108,7 +108,7 @@ def _filled(metrics: list[tuple[int, int]], max_tokens: int, least: int, most: i
 
 
 def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1, method: str | None = "linear") -> float:
-    """The rate for another number of samples. Raises ValueError for an unknown method."""
+    """The learning rate for another number of samples. Raises ValueError for an unknown method."""
     name = "none" if method is None else method.lower()
     if name not in _SCALES:
         raise ValueError(f"{_KEY}.lr_scaling_method ({method!r}) must be one of {', '.join(_SCALES)}")
@@ -117,9 +117,9 @@ def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1, method: 
 
 @dataclass(eq=False)
 class Microbatches(Dataset[tuple[int, list[int]]]):
-    """Micro-batches as the samples of a loader, which must not shuffle them; `collate` makes a batch of some of them.
+    """Micro-batches as the samples of a loader, which must not shuffle them; `collate` makes a batch from some of them.
 
-    pad: makes a sample as long as the longest one of its batch; with it all ranks' micro-batches have one length.
+    pad: pads a sample to the longest one of its batch; then all ranks' micro-batches have the same length
     """
 
     dataset: Any
@@ -155,9 +155,9 @@ def lengths_of(metrics_path: str | None, count: int) -> NDArray[np.int64] | None
 
 
 class VariableBatchSizeLR:
-    """A schedule whose rates are those of another one, scaled to the batch that comes next.
+    """A schedule whose learning rates are another schedule's, scaled to the next batch.
 
-    lr_scheduler: the other one, or None for the optimizer's rates. batch_sizes: samples of each batch of the loader, in order.
+    lr_scheduler: the other schedule, or None for the optimizer's rates. batch_sizes: samples of each batch of the loader, in order.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class VariableBatchSizeLR:
         self._scale()
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance by one batch, or go to batch `epoch` of the loader and that step of the other schedule."""
+        """Advance by one batch, or go to the loader's batch `epoch` and the other schedule's step `epoch`."""
         self._set(self.base_lrs)
         if self.base_lr_scheduler is not None:
             self.base_lr_scheduler.step(*([] if epoch is None else [epoch]))
@@ -194,7 +194,7 @@ class VariableBatchSizeLR:
         self._scale()
 
     def resize(self, samples: int) -> None:
-        """Scale the rates as for batches of this many samples, from now on."""
+        """From now on, scale the rates for batches of this many samples."""
         self.batch_sizes = [samples]
         self._scale()
 
@@ -222,7 +222,7 @@ class VariableBatchSizeLR:
         return {"base_lr_scheduler": base, "base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The batches are those of this schedule's loader."""
+        """Restore the position; the batches stay those of this schedule's loader."""
         if self.base_lr_scheduler is not None:
             self.base_lr_scheduler.load_state_dict(state_dict["base_lr_scheduler"])
         self.base_lrs, self.last_epoch = list(state_dict["base_lrs"]), state_dict["last_epoch"]
@@ -237,7 +237,7 @@ def lr_scheduler_for_variable_batch_size(
     lr_scaling_method: str | None = "linear",
     verbose: bool = False,
 ) -> VariableBatchSizeLR:
-    """A schedule over another schedule, or over an optimizer's constant rates. Raises ValueError for something else."""
+    """A schedule over another schedule, or over an optimizer's constant rates. Raises ValueError for anything else."""
     other = lr_scheduler_or_optimizer
     if not hasattr(other, "param_groups") and not hasattr(other, "optimizer"):
         raise ValueError(f"lr_scheduler_or_optimizer= must be a schedule or an optimizer, not a {type(other).__name__}")

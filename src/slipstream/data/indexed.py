@@ -1,12 +1,12 @@
-"""Memory-mapped datasets of rows of whole numbers, in the files of Megatron and DeepSpeed: PATH.bin has the rows' elements one
-after another, PATH.idx where each begins.
+"""Memory-mapped datasets of rows of integers, in the files of Megatron and DeepSpeed: PATH.bin has the rows' elements one after
+another, PATH.idx where each row begins.
 
     .idx:  magic "MMIDIDX\\0\\0", <Q version 1, <B code of the dtype, <Q rows, <Q documents,
            int32 sizes [rows] in elements, int64 offsets [rows] in bytes, int64 documents [documents], rows before which one begins
 
 [Note: Codes of dtypes] Codes 1 to 5 are the same everywhere. 6, 7 and 8 are uint16, uint32 and uint64 in DeepSpeed and
-Megatron-DeepSpeed, and float64, float32 and uint16 in Megatron-LM. The offsets tell the width of an element, which separates them
-but for code 7, where both have 4 bytes: it is read as DeepSpeed's.
+Megatron-DeepSpeed, and float64, float32 and uint16 in Megatron-LM. The offsets give the width of an element, which separates them,
+except for code 7, where both have 4 bytes: it is read as DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OF_TORCH = {torch.uint8: 1, torch.int8: 2, torch.int16: 3, torch.int32: 4, torc
 
 
 def code(dtype: Any) -> int:
-    """The code of a numpy or torch dtype. Raises ValueError for one without."""
+    """The code of a numpy or torch dtype. Raises ValueError for a dtype without a code."""
     if isinstance(dtype, torch.dtype):
         found = _OF_TORCH.get(dtype)
     else:
@@ -47,7 +47,7 @@ def code(dtype: Any) -> int:
 
 
 def find_fit_int_dtype(min_value: int, max_value: int) -> type[np.generic]:
-    """The narrowest dtype of whole numbers that holds both values, without a sign if `min_value` has none."""
+    """The narrowest integer dtype that holds both values; unsigned if `min_value` is not negative."""
     kinds: Sequence[Any] = (
         (np.uint8, np.uint16, np.uint32, np.uint64) if min_value >= 0 else (np.int8, np.int16, np.int32, np.int64)
     )
@@ -87,7 +87,7 @@ class MMapIndexedDataset(Dataset[NDArray[Any]]):
 
     @property
     def doc_idx(self) -> NDArray[np.int64]:
-        """Rows before which a document begins."""
+        """The rows before which documents begin."""
         return self._documents
 
     def get_doc_idx(self) -> NDArray[np.int64]:
@@ -104,7 +104,7 @@ class MMapIndexedDataset(Dataset[NDArray[Any]]):
         return int(self.sizes[index])
 
     def __getitem__(self, idx: Any) -> Any:
-        """A row, or the rows of a slice without a step in a list."""
+        """A row, or a list of the rows of a slice without a step."""
         if not isinstance(idx, slice):
             return self.get(idx)
         start, stop, step = idx.indices(len(self))
@@ -113,7 +113,7 @@ class MMapIndexedDataset(Dataset[NDArray[Any]]):
         return [self.get(i) for i in range(start, stop)]
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """A row from its element `offset` on, `length` of them."""
+        """A row's elements from `offset` on, `length` of them."""
         if not -len(self) <= idx < len(self):
             raise IndexError(f"row {idx} of {len(self)} in {self._path}")
         first = int(self.pointers[idx]) // self._dtype.itemsize + offset
@@ -162,7 +162,7 @@ def _parse(file: str, index: NDArray[np.uint8]) -> tuple[np.dtype[Any], NDArray[
 
 
 class MMapIndexedDatasetBuilder:
-    """Writes rows to the data file `out_file`, and at last their index. dtype: numpy's or torch's, of a whole number."""
+    """Writes rows to the data file `out_file`, and finally their index. dtype: an integer dtype of numpy or torch."""
 
     def __init__(self, out_file: str, dtype: Any = np.int64) -> None:
         self._dtype = np.dtype(DTYPES[code(dtype)])
@@ -178,7 +178,7 @@ class MMapIndexedDatasetBuilder:
         self.add_items([np_array])
 
     def add_items(self, arr_list: Iterable[NDArray[Any]]) -> None:
-        """Write rows; those of an array of two dimensions in one go. Raises ValueError for numbers that the dtype does not hold."""
+        """Write rows; a 2D array's in one write. Raises ValueError for numbers that the dtype cannot hold."""
         rows = [arr_list] if isinstance(arr_list, np.ndarray) and arr_list.ndim == 2 else [row[None] for row in arr_list]
         held = np.iinfo(self._dtype)
         for equal in rows:

@@ -1,14 +1,14 @@
-"""Curriculum learning over metrics of the samples: each step draws among the samples that are easy enough for it.
+"""Curriculum learning over metrics of the samples: each step draws from the samples that are easy enough for it.
 
-[Note: Sweeps] A sweep is one permutation of all samples, a function of the seed and its number. Draws walk through it and pass over
-samples that are above the difficulty of the step; after its end the next sweep begins. So no sample comes twice in a sweep, samples
-that become eligible later join at once, and without a curriculum a sweep is an epoch. The state is how far the walk is, one integer
-(sweep x samples + place in it), and the number of samples drawn, which tells the step. No file is written, and the number of ranks
-does not matter: sample i of the walk goes to rank i % ranks.
+[Note: Sweeps] A sweep is one permutation of all samples, a function of the seed and the sweep's number. Draws walk through it and
+skip samples above the step's difficulty; at its end the next sweep begins. So no sample comes twice in a sweep, samples that become
+eligible later join at once, and without a curriculum a sweep is an epoch. The state is the position of the walk, one integer
+(sweep x samples + place in it), and the number of drawn samples, which determines the step. No file is written, and the number of
+ranks does not matter: sample i of the walk goes to rank i % ranks.
 
-Several metrics: a sample has to be easy enough by all of them. "value": at most the difficulty. "percentile": among the first
+With several metrics, a sample must be easy enough by all of them. "value": at most the difficulty. "percentile": among the first
 difficulty / max_difficulty of the samples, ordered by the metric. A metric of clustering_type "single_cluster" selects nothing; its
-difficulty is told to `post_process`, which for example cuts sequences.
+difficulty is passed to `post_process`, which for example cuts sequences.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class OtherDataError(ValueError):
 def generator_of(*numbers: int) -> torch.Generator:
     """A generator whose seed is a hash of the numbers.
 
-    It seeds a DataLoader's workers. Without one a DataLoader draws from torch's global random state, so a resumed run, which
-    opens its epoch a second time, would see other random numbers than the first run.
+    It seeds a DataLoader's workers. Otherwise a DataLoader draws from torch's global random state, so a resumed run, which opens
+    its epoch a second time, would see other random numbers than the first run.
     """
     digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
@@ -51,7 +51,7 @@ class _Metric:
         self.name = f"{_KEYS}.{name}"
         self.schedule = CurriculumScheduler(config, self.name)
         by_value = config["difficulty_type"] == "value"
-        self.share = None if by_value else self.schedule.most  # the difficulty of all samples
+        self.share = None if by_value else self.schedule.most  # the difficulty at which all samples are eligible
         self.level: NDArray[Any] | None = None
         if config["clustering_type"] != "single_cluster":
             self.level = self._levels(config, count, by_value)
@@ -99,7 +99,7 @@ class CurriculumPlace:
 
 
 class CurriculumOrder:
-    """Which samples are drawn: a pure function of the place. metrics: the config's blocks, complete; none: all samples.
+    """Which samples are drawn: a pure function of the place. metrics: the config's blocks, complete; empty: all samples.
 
     Raises ValueError.
     """
@@ -107,7 +107,7 @@ class CurriculumOrder:
     def __init__(self, metrics: Mapping[str, Mapping[str, Any]], count: int, seed: int, step_samples: int) -> None:
         self.metrics = {name: _Metric(name, config, count) for name, config in metrics.items()}
         self.count, self.seed, self.step_samples = count, seed, step_samples
-        self._order: tuple[Any, NDArray[np.int64]] = (None, np.empty(0, np.int64))  # a sweep and its permutation
+        self._order: tuple[Any, NDArray[np.int64]] = (None, np.empty(0, np.int64))  # (sweep, its permutation)
         self._eligible: tuple[Any, NDArray[np.int64]] = (None, np.empty(0, np.int64))
 
     def step(self, consumed: int) -> int:
@@ -115,7 +115,7 @@ class CurriculumOrder:
         return consumed // self.step_samples + 1
 
     def set_schedules(self, functions: Mapping[str, Callable[[int], Any]]) -> None:
-        """As the loader's."""
+        """See `CurriculumLoader.set_schedules`."""
         for name, function in functions.items():
             if name not in self.metrics or self.metrics[name].schedule.kind != "custom":
                 raise ValueError(f"{_KEYS} has no metric {name!r} of schedule_type 'custom', only {sorted(self.metrics)}")
@@ -142,7 +142,7 @@ class CurriculumOrder:
             sweep, at = sweep + 1, 0
 
     def _walk(self, sweep: int, limits: tuple[Any, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The permutation of a sweep, and the places in it whose samples are eligible, ascending."""
+        """A sweep's permutation, and the places in it with eligible samples, ascending."""
         seed = self.seed + sweep
         if self._order[0] != seed:
             self._order = (seed, torch.randperm(self.count, generator=torch.Generator().manual_seed(seed)).numpy())
@@ -160,7 +160,7 @@ class CurriculumOrder:
         return {"position": place.position, "consumed_samples": place.consumed, "seed": self.seed, "length": self.count}
 
     def place_of(self, state: Mapping[str, Any]) -> CurriculumPlace:
-        """A saved place, whose seed is adopted. Raises OtherDataError, unchanged."""
+        """The saved place; adopts its seed. Raises OtherDataError, with no change."""
         keys = ("position", "consumed_samples", "seed", "length")
         if any(not isinstance(state.get(key), int) for key in keys) or state["length"] != self.count:
             raise OtherDataError(
@@ -182,10 +182,10 @@ class CurriculumOrder:
 
 @dataclass(eq=False)
 class CurriculumLoader:
-    """The loader of one rank; `batch_size` counts the samples of a micro-batch on it, `step_samples` those of a step of all ranks.
+    """The loader of one rank. `batch_size` counts the samples of this rank's micro-batch, `step_samples` all ranks' in a step.
 
-    An iteration goes on from the current place until all ranks have drawn `num_epochs` times the samples of the dataset. The last
-    batch is full. `state_dict` and `load_state_dict` do not depend on the number of ranks. Raises ValueError for bad metrics.
+    An iteration continues from the current place until all ranks have drawn `num_epochs` times the dataset's number of samples. The
+    last batch is full. `state_dict` and `load_state_dict` do not depend on the number of ranks. Raises ValueError for bad metrics.
     """
 
     dataset: Any
@@ -212,7 +212,7 @@ class CurriculumLoader:
         if not self.metrics:
             raise ValueError(f"{_KEYS} is empty: name a metric, or set curriculum_learning.enabled to false")
         self.order = CurriculumOrder(self.metrics, len(self.dataset), self.seed, self.step_samples)
-        # Called with each batch and the state of its draw, as DeepSpeed's set_data_post_process_func
+        # Called with each batch and the state of its draw, like DeepSpeed's set_data_post_process_func
         self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
         self.position_is_own = False
         self._place = CurriculumPlace()
@@ -270,7 +270,7 @@ class CurriculumLoader:
         )
 
     def set_schedules(self, functions: Mapping[str, Callable[[int], Any]]) -> None:
-        """Give metrics of schedule_type "custom" their function of the step, by name. Raises ValueError for another metric."""
+        """Give metrics of schedule_type "custom" their function of the step, by name. Raises ValueError for any other metric."""
         self.order.set_schedules(functions)
 
     def _told(self, place: CurriculumPlace) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class CurriculumLoader:
         return self.order.state_of(self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move to a saved place and adopt its seed. Raises OtherDataError, unchanged."""
+        """Move to a saved place and adopt its seed. Raises OtherDataError, with no change."""
         self._place = self.order.place_of(state)
         self.seed = self.order.seed
         self._loads += 1

@@ -27,7 +27,7 @@ def fixed_root(step: int, least: Any, most: Any, total: int, unit: int, degree: 
 
 
 def fixed_discrete(step: int, values: Sequence[Any], last_steps: Sequence[int]) -> Any:
-    """values[i] up to and with step last_steps[i], which has one entry less."""
+    """values[i] up to and including step last_steps[i], which has one entry less."""
     return next((value for last, value in zip(last_steps, values, strict=False) if step <= last), values[-1])
 
 
@@ -55,7 +55,7 @@ class CurriculumScheduler:
         self.custom: Callable[[int], Any] | None = None
 
     def get_difficulty(self, global_steps: int) -> Any:
-        """Of this step, counted from 1."""
+        """The difficulty at this step, counted from 1."""
         if self.kind == "custom":
             if self.custom is None:
                 raise ValueError(f"{self.name}: schedule_type 'custom' needs set_custom_get_difficulty(function of the step)")
@@ -68,7 +68,7 @@ class CurriculumScheduler:
         return min(max(value, -(-self.least // unit) * unit), self.most)  # not below the first multiple from `least` on
 
     def update_difficulty(self, global_steps: int) -> Any:
-        """Take the difficulty of this step, unless the highest one has been reached. Returns it."""
+        """Set the difficulty of this step, unless the highest one has been reached. Returns it."""
         if self.current < self.most:
             self.current = self.get_difficulty(global_steps)
         return self.current
@@ -80,7 +80,7 @@ class CurriculumScheduler:
         self.current = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], Any]) -> None:
-        """Take the function of schedule_type 'custom'."""
+        """Set the function of schedule_type 'custom'."""
         self.custom = schedule_function
 
     def get_state(self) -> dict[str, Any]:
@@ -90,4 +90,4 @@ class CurriculumScheduler:
         self.current = state["current_difficulty"]
 
     def close(self) -> None:
-        """An engine closes what it holds."""
+        """A no-op: an engine closes the objects that it holds."""

@@ -238,7 +238,7 @@ class Mesh:
     def _copies(self, splits: Differs, cells: Sequence[Sequence[int]]) -> tuple[Axis, Axis, Axis, Axis | None, Axis | None]:
         """The axes of a family's copies, shards, replicas apart and groups of shards, in cells of ranks with the same parameters.
 
-        A block is a number of consecutive ranks of a stage, which shards do not leave. A parameter of several stages has a copy on each.
+        Consecutive ranks of a stage form a block, which shards do not leave. A parameter of several stages has a copy on each.
         """
         on_stages = any(split.axis == "pp" for split in splits)
         rows: list[list[list[list[int]]]] = []  # per cell and block: the ranks of shards
