@@ -1,4 +1,4 @@
-"""Mixtures of experts: the layer, its routers, and how a model's experts are split over ranks."""
+"""Mixtures of experts: the layer, its routers, and the placement of a model's experts on ranks."""
 
 from slipstream.moe import gate
 from slipstream.moe.gate import Routes

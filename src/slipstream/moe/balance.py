@@ -1,8 +1,8 @@
-"""After each step: the balance of experts by a bias on their choice, and the load in the log.
+"""After each step: balance the experts by a bias on their selection, and log their load.
 
-A layer with `balance_rate`, or one of transformers under `expert_parallel.load_balance_coeff`, raises the bias of experts with less
-than the mean load of all data-parallel ranks by the rate, and lowers that of the others (arXiv:2408.15664). The bias changes who is
-chosen, not the weights, so no gradient fights the language model's.
+A layer with `balance_rate`, or a transformers layer under `expert_parallel.load_balance_coeff`, raises the bias of experts with
+less than the mean load over all data-parallel ranks by the rate, and lowers that of the others (arXiv:2408.15664). The bias changes
+which experts are selected, not their weights, so no gradient competes with the language model's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.moe.layer import MoE
 from slipstream.moe.listed import ListedExperts
 from slipstream.moe.load import LoadMeter, Sum, entry, meters, sum_loads
 
-Move = Callable[[Tensor], object]  # takes signs [num_experts], int64: 1 raises an expert's bias by a step
+Move = Callable[[Tensor], object]  # takes signs, int64 [num_experts]: 1 raises an expert's bias by one step
 
 logger = logging.getLogger("slipstream.train")
 
@@ -27,10 +27,10 @@ logger = logging.getLogger("slipstream.train")
 def balancing(
     model: nn.Module, connect: Callable[[], Sum], due: Callable[[], int | None], *, logs: bool
 ) -> Iterator[Callable[[bool], None]]:
-    """The work after each step of a model that has layers of experts, called with whether the weights were updated.
+    """The work after each step for a model with layers of experts; called with whether the weights were updated.
 
-    connect: collective, called at the first sum. due: the step if the log has an entry for it, the same on all ranks. logs: this
-    rank writes it.
+    connect: collective, called at the first sum. due: returns the step if the log has an entry for it, the same on all ranks. logs:
+    this rank writes the entry.
     """
     by_name = meters(model)
     balanced = list(_biases(model))
@@ -63,7 +63,7 @@ def _biases(model: nn.Module) -> Iterator[tuple[LoadMeter, Move]]:
 
 
 def balance(layers: Sequence[tuple[LoadMeter, Move]], total: Sum) -> None:
-    """Move the biases of layers against the load of the step. Collective."""
+    """Move the layers' biases against the step's load. Collective."""
     loads = total(torch.cat([meter.now[: meter.num_experts] for meter, _ in layers]))
     for (_, move), load in zip(layers, loads.split([meter.num_experts for meter, _ in layers]), strict=True):
         move((load.sum() - load * len(load)).sign().to(torch.int64))

@@ -1,11 +1,11 @@
 """From tokens to their experts and back: rows sorted by expert, exact counts over the ranks of an `ep` axis, no padding.
 
 row    one token's features on one route
-order  the routes sorted by expert: row i of the sorted rows is that of route order[i]. Equal experts keep the order of the tokens
+order  the routes sorted by expert: row i of the sorted rows belongs to route order[i]. Within an expert, tokens keep their order
 
-With several ranks on the axis, each has consecutive experts, so sorted rows are in the order of the ranks. What a rank receives
-comes by source rank, and is sorted by expert again. Permutations are gathers in both directions, so results do not depend on
-timing; the sum over a token's routes is in fp32, in the order of the routes.
+With several ranks on the axis, each has consecutive experts, so sorted rows are in rank order. The rows that a rank receives come
+sorted by source rank, and are sorted by expert again. Permutations are gathers in both directions, so results do not depend on
+timing. The sum over a token's routes is in fp32, in the order of the routes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.moe.grouped import without_autocast
 from slipstream.parallel.exchange import Crossing, Exchange, dual, even_shares, gather_from, scatter_to, swap, without_values
 from slipstream.zero.hooks import eager
 
-Compute = Callable[[Tensor, list[int]], Tensor]  # rows sorted by this rank's experts, rows of each -> as many rows
+Compute = Callable[[Tensor, list[int]], Tensor]  # (rows sorted by this rank's experts, row count of each) -> as many rows
 
 Meanwhile = Sequence[Callable[[], object]]
 
@@ -38,15 +38,15 @@ def run_experts(
     meanwhile: Meanwhile = (),
     tokens: Exchange | None = None,
 ) -> Tensor:
-    """Send each token to its experts and return the weighted sum of what they compute.
+    """Send each token to its experts and return the weighted sum of their outputs.
 
     x            [T, d]
     experts      [T, k], int64, of the whole layer
     weights      [T, k]
-    kept         [T, k], bool; routes that are not kept count as zeros. None: all are kept
-    exchange     over the ranks that have different experts; None: this rank has all
-    meanwhile    what computes while rows travel: the first while they go to their experts, the others while they come back
-    tokens       over the ranks that have the same tokens, of which each sends a share; None: there are no others
+    kept         [T, k], bool; dropped routes count as zeros. None: all are kept
+    exchange     over the ranks with different experts; None: this rank has all
+    meanwhile    computed while rows travel: the first while they go to their experts, the others while they come back
+    tokens       over the ranks with the same tokens, of which each sends a share; None: there are no other such ranks
 
     Collective over the exchange, also for ranks without a token. Raises ValueError for an expert that is not in [0, num_experts).
     """
@@ -62,13 +62,13 @@ def run_experts(
 def compute_sorted(
     rows: Tensor, counts: list[int], num_experts: int, compute: Compute, exchange: Exchange | None, meanwhile: Meanwhile = ()
 ) -> Tensor:
-    """What the experts compute of rows that are sorted by expert, in their order. Collective over the exchange.
+    """The experts' outputs for rows sorted by expert, in their order. Collective over the exchange.
 
-    counts: rows of each expert of the whole layer; the others as in `run_experts`.
+    counts: rows of each expert of the whole layer. Other arguments as in `run_experts`.
     """
     going, coming = meanwhile[:1], meanwhile[1:]
     if exchange is None or exchange.size == 1 or without_values(rows):
-        if exchange is not None and exchange.size > 1:  # as many rows on each rank
+        if exchange is not None and exchange.size > 1:  # equally many rows on each rank
             counts = even_shares(len(rows), num_experts // exchange.size)
         _run(going)
         rows = compute(rows, counts)
@@ -101,7 +101,7 @@ def _run(calls: Meanwhile) -> None:
 
 
 def sort_routes(experts: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, list[int]]:
-    """The kept routes in the order of their experts, and the number of routes to each expert.
+    """The kept routes in the order of their experts, and the number of routes per expert.
 
     Without values (a dry run on fake tensors or on meta), all routes are kept and the load is even.
     """
@@ -109,7 +109,7 @@ def sort_routes(experts: Tensor, kept: Tensor | None, num_experts: int) -> tuple
         return torch.arange(experts.numel(), device=experts.device), even_shares(experts.numel(), num_experts)
     flat = experts.reshape(-1)
     if kept is not None:
-        flat = flat.masked_fill(~kept.reshape(-1), num_experts)  # sorts behind all experts
+        flat = flat.masked_fill(~kept.reshape(-1), num_experts)  # sorts after all experts
     counts = torch.bincount(flat, minlength=num_experts + 1).tolist()
     if len(counts) > num_experts + 1:
         raise ValueError(f"a router chose expert {len(counts) - 1} of {num_experts}")
@@ -119,7 +119,7 @@ def sort_routes(experts: Tensor, kept: Tensor | None, num_experts: int) -> tuple
 
 
 def _by_expert(table: Sequence[Sequence[int]]) -> Tensor:
-    """Rows that are in the order (source rank, expert), in the order (expert, source rank)."""
+    """The permutation from the order (source rank, expert) to the order (expert, source rank)."""
     starts = list(itertools.accumulate((n for row in table for n in row), initial=0))
     own = len(table[0])
     places = [source * own + expert for expert in range(own) for source in range(len(table))]
@@ -133,7 +133,7 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _per_route(rows: Tensor, order: Tensor, num_tokens: int, k: int) -> Tensor:
-    """[T, k, d]: the row of each route; zeros for routes that are not in `order`."""
+    """[T, k, d]: each route's row; zeros for routes that are not in `order`."""
     if len(order) == num_tokens * k:
         return rows.index_select(0, _inverse(order)).view(num_tokens, k, rows.shape[1])
     full = rows.new_zeros(num_tokens * k, rows.shape[1])
@@ -142,7 +142,7 @@ def _per_route(rows: Tensor, order: Tensor, num_tokens: int, k: int) -> Tensor:
 
 
 def _spread(x: Tensor, order: Tensor, k: int) -> Tensor:
-    """The sorted rows of tokens [T, d]. Backward: the sum over a token's routes."""
+    """The sorted rows of tokens [T, d]. Backward: the sum over each token's routes."""
     tokens, num_tokens = order if k == 1 else order // k, len(x)
 
     def of_tokens(grad: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _reorder(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 class _Combine(torch.autograd.Function):
-    """The sum of a token's rows times their weights [T, k], in fp32."""
+    """The sum of each token's rows times their weights [T, k], in fp32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
@@ -182,5 +182,5 @@ class _Combine(torch.autograd.Function):
 
 
 def _sums(x: Tensor) -> torch.dtype:
-    """The dtype in which the values of x are added."""
+    """The dtype in which values of x are summed."""
     return torch.promote_types(x.dtype, torch.float32)

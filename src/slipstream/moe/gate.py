@@ -3,7 +3,7 @@
 T      tokens of this rank
 E      experts of the whole layer
 k      experts per token
-route  one token's way to one expert; a dropped route neither travels nor computes
+route  one token's assignment to one expert; a dropped route is neither sent nor computed
 
 All arithmetic is fp32. The gates of DeepSpeed's `MoE` (`top1`, `top2`, `top_k`) follow GShard (arXiv:2006.16668) and Switch
 (arXiv:2101.03961); `choose` has the routers of later models (DeepSeek-V3, arXiv:2412.19437; z-loss: ST-MoE, arXiv:2202.08906).
@@ -24,7 +24,7 @@ Drop = Literal["score", "position", "random"]
 
 
 class Routes(NamedTuple):
-    """The ways of all tokens."""
+    """The routes of all tokens."""
 
     experts: Tensor  # [T, k], int64
     weights: Tensor  # [T, k], fp32, differentiable; 0 where dropped
@@ -35,7 +35,7 @@ class Routes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The routes that one expert takes of a rank's T tokens: max(ceil(k T / E x factor), least).
+    """The number of routes that one expert accepts from a rank's T tokens: max(ceil(k T / E x factor), least).
 
     Raises ValueError for a capacity of 0, or for a factor that is negative or not finite.
     """
@@ -69,9 +69,9 @@ def top1(
     """The expert with the largest probability (Switch).
 
     logits            [T, E]
-    most              routes that an expert takes; None: all
+    most              number of routes that an expert accepts; None: all
     noisy             choose by logits with Gumbel noise ("RSample")
-    random_selection  an expert over its capacity takes random tokens, else the first
+    random_selection  an expert over its capacity accepts random tokens, else the first ones
     used              [T], 0 for tokens that go to no expert; None: all are used
     """
     probs = logits.softmax(1)
@@ -89,7 +89,7 @@ def top1(
 
 
 def top2(logits: Tensor, most: int | None, *, sampled: bool = True) -> Routes:
-    """The two experts of GShard. sampled: the second is drawn, by Gumbel noise. Second choices queue behind all first ones."""
+    """GShard's two experts. sampled: the second one is drawn, by Gumbel noise. Second choices queue after all first ones."""
     probs, num = logits.softmax(1), logits.shape[1]
     first = probs.argmax(1)
     mask1 = F.one_hot(first, num)
@@ -103,7 +103,7 @@ def top2(logits: Tensor, most: int | None, *, sampled: bool = True) -> Routes:
 
 
 def top_k(logits: Tensor, k: int, most: int | None) -> Routes:
-    """The k largest probabilities. An expert over its capacity takes the tokens with the largest ones."""
+    """The k largest probabilities. An expert over its capacity accepts the tokens with its largest ones."""
     probs = logits.softmax(1)
     chosen = probs.topk(k, 1).indices
     mask = torch.zeros_like(probs, dtype=torch.bool).scatter_(1, chosen, True)
@@ -130,13 +130,13 @@ def choose(
 
     logits      [T, E]
     score       softmax over the experts, or a sigmoid of each
-    normalize   divide a token's weights by the sum of those that are kept
-    bias        [E], added to the scores for the choice, not for the weights (balance without an auxiliary loss)
+    normalize   divide a token's weights by the sum of its kept ones
+    bias        [E], added to the scores for the selection, not for the weights (balance without an auxiliary loss)
     num_groups  consecutive groups of experts, of which a token may use the best `top_groups`: by the sum of their two best scores
-                with a bias (DeepSeek-V3), else by their best one (V2)
-    scale       of the weights
-    most        routes that an expert takes; None: all
-    drop        those of an expert above `most`: with the smallest weights ("score"), the last ones ("position"), or any ("random")
+                with a bias (DeepSeek-V3), else by their best score (V2)
+    scale       factor of the weights
+    most        number of routes that an expert accepts; None: all
+    drop        which routes of an expert above `most`: the smallest weights ("score"), the last ("position"), or any ("random")
     """
     scores = logits.softmax(1) if score == "softmax" else logits.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + bias
@@ -167,7 +167,7 @@ def _balance(probs: Tensor, mask: Tensor, k: int) -> Tensor:
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """The mean square of the log of the softmax's denominator: it keeps logits small."""
+    """The mean square of the log of the softmax's denominator, which keeps logits small."""
     return logits.logsumexp(1).square().sum() / max(len(logits), 1)
 
 
@@ -177,7 +177,7 @@ def jitter(x: Tensor, epsilon: float = 1e-2) -> Tensor:
 
 
 def gumbel(like: Tensor) -> Tensor:
-    """Noise with which an argmax of logits is a draw from their softmax."""
+    """Noise that makes an argmax of logits a draw from their softmax."""
     return -torch.empty_like(like).exponential_().log()
 
 
@@ -186,9 +186,9 @@ def within(experts: Tensor, num_experts: int, most: int, rank: Tensor | None = N
     """[T, k]: whether a route is among the first `most` of its expert.
 
     experts  [T, k]
-    rank     [T, k]: larger ones come first. Equal ones, or all without it, by choice and then by token: GShard's queue, in which
-             all second choices are behind all first ones
-    used     [T, k]: the other routes are not kept, and take no place. None: all
+    rank     [T, k]: larger ones come first. Equal ones, or all without it, are ordered by choice and then by token: GShard's queue,
+             in which all second choices come after all first ones
+    used     [T, k]: unused routes are not kept, and take no place. None: all are used
     """
     queue = experts.t().reshape(-1)
     if used is not None:
@@ -197,7 +197,7 @@ def within(experts: Tensor, num_experts: int, most: int, rank: Tensor | None = N
     if rank is not None:
         order = rank.t().reshape(-1).argsort(descending=True, stable=True)
     order = order[queue[order].argsort(stable=True)]
-    counts = queue.new_zeros(num_experts + 1).scatter_add_(0, queue, torch.ones_like(queue))  # has a form without values, too
+    counts = queue.new_zeros(num_experts + 1).scatter_add_(0, queue, torch.ones_like(queue))  # also works on tensors without values
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[queue[order]]
     return ((place < most) & (queue < num_experts)).view(experts.shape[1], len(experts)).t()

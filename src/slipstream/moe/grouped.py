@@ -19,19 +19,19 @@ from slipstream.ops.derivatives import once_differentiable
 
 
 class RowsError(ValueError):
-    """A linear layer of experts is given other rows than the experts are."""
+    """A linear layer of experts is called with other rows than the experts are."""
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
     """rows of expert e times weight[e].T, plus bias[e]. Gradients of an expert without rows are zero.
 
     x       [rows, in], sorted by expert
-    weight  [experts, out, in], of any strides: a weight that is stored as [experts, in, out] is passed as its transpose
-    counts  rows of each expert; they add up to all
+    weight  [experts, out, in], with any strides: a weight stored as [experts, in, out] is passed as its transpose
+    counts  rows of each expert; they add up to all rows
     bias    [experts, out]
 
-    Under autocast, it computes in autocast's dtype as `torch.nn.functional.linear` does. Raises RowsError if x has other rows, and
-    ValueError if others do not fit each other.
+    Under autocast, computes in autocast's dtype like `torch.nn.functional.linear`. Raises RowsError if x has another number of
+    rows, and ValueError for shapes that do not fit.
     """
     if x.dim() != 2 or len(x) != sum(counts):
         raise RowsError(f"the experts have {sum(counts)} rows, and a linear layer of theirs is given {tuple(x.shape)}")
@@ -54,12 +54,12 @@ def is_autocast(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """For arithmetic that stays fp32 inside of the caller's autocast."""
+    """For arithmetic that stays in fp32 inside the caller's autocast."""
     return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
 
 
 def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(expert, first row, one behind the last) of experts that have rows."""
+    """(expert, first row, end row) of the experts that have rows."""
     start = 0
     for expert, count in enumerate(counts):
         if count:
@@ -68,7 +68,7 @@ def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _by_torch(x: Tensor, features: int) -> bool:
-    """Whether torch has a product of these rows that results in so many features: rows must be multiples of 16 bytes."""
+    """Whether torch's grouped product supports these rows and `features` results: rows must be multiples of 16 bytes."""
     fits = x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == features % 8 == 0
     return fits and len(x) > 0 and hasattr(torch.nn.functional, "grouped_mm")
 
@@ -111,11 +111,11 @@ def _times(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | No
 
 
 def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """[experts, out, in], in the strides of the weight."""
+    """The weight's gradient [experts, out, in], in the weight's strides."""
     transposed = weight.stride(2) > weight.stride(1)
     if grouped.fits(grad, x):
         return grouped.grouped_outer(x, grad, counts).mT if transposed else grouped.grouped_outer(grad, x, counts)
-    out = pages.huge(torch.empty_like(weight))  # keeps the order of dense strides
+    out = pages.huge(torch.empty_like(weight))  # keeps the weight's dense strides
     if _by_torch(x, grad.shape[1]):
         return out.copy_(torch.nn.functional.grouped_mm(grad.t(), x, offs=_ends(counts, x.device)))
     for expert, start, stop in _ranges(counts):
@@ -127,7 +127,7 @@ def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]) -
 
 
 def _of_bias(grad: Tensor, counts: Sequence[int]) -> Tensor:
-    """[experts, out]."""
+    """The bias's gradient [experts, out]."""
     out = grad.new_empty(len(counts), grad.shape[1])
     for expert, start, stop in _ranges(counts):
         torch.sum(grad[start:stop], 0, out=out[expert])
@@ -135,7 +135,7 @@ def _of_bias(grad: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _without_rows(out: Tensor, counts: Sequence[int]) -> Tensor:
-    """Zeros for the experts that have no rows."""
+    """Write zeros for the experts without rows."""
     for expert, count in enumerate(counts):
         if not count:
             out[expert].zero_()
@@ -143,11 +143,11 @@ def _without_rows(out: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 class GroupedLinear(nn.Module):
-    """`nn.Linear` of every expert: weight [experts, out, in], bias [experts, out]. Its owner sets the rows of each expert. It takes
-    the place of a layer that has such parameters.
+    """`nn.Linear` of every expert: weight [experts, out, in], bias [experts, out]. It replaces a layer with such parameters. Its
+    owner sets the row counts of the experts.
 
-    counts None: its parameters are for now those of one expert, and so are all rows. share_of_bias: what this rank adds of it to
-    the sum of the ranks' slices.
+    counts None: for now the parameters are those of one expert, to which all rows belong. share_of_bias: what this rank adds of it
+    to the sum of the ranks' slices.
     """
 
     weight: Tensor

@@ -1,6 +1,6 @@
 """The experts of unmodified transformers models: stacked weights that compute as ours do, and can be split over ranks.
 
-transformers (5.x) marks a class of experts by `use_experts_implementation`, which gives an instance its layout: `has_gate` (one
+transformers (5.x) marks a class of experts by `use_experts_implementation`, which gives each instance its layout: `has_gate` (one
 weight for gate and up), `has_bias`, `is_transposed` ([experts, in, out]), and `_apply_gate`. A router of the model calls it with
 tokens [T, d], experts [T, k] and weights [T, k].
 """
@@ -26,12 +26,12 @@ _LAYOUT = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate"
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether this is transformers' module of experts, of a layout that `adopt` knows."""
+    """Whether this is a transformers module of experts, in a layout that `adopt` supports."""
     return all(hasattr(module, name) for name in _LAYOUT) and not getattr(module, "has_post_expert_norm", False)
 
 
 def adopt(module: Any) -> None:
-    """Let transformers' module of experts compute by sorted rows and grouped products."""
+    """Make transformers' module of experts compute by sorted rows and grouped products."""
     if not isinstance(module, ForeignExperts):
         vars(module).update(exchange=None, tokens=None, meter=LoadMeter(module.num_experts), ahead=None, bias=None)
         for param in module.parameters():
@@ -41,42 +41,42 @@ def adopt(module: Any) -> None:
 
 
 def run_shared_ahead(experts: Any, layer: nn.Module) -> None:
-    """Let the shared expert of a layer compute while rows travel, if the layer calls it after its experts and it is not sliced."""
+    """Make a layer's shared expert compute while rows travel, if the layer calls it after its experts and it is not sliced."""
     shared: Any = getattr(layer, "shared_experts", None) or getattr(layer, "shared_expert", None)
     if not (isinstance(experts, ForeignExperts) and isinstance(shared, nn.Module)):
         return
-    if not any(parts_of(param) for param in shared.parameters()):  # slices need the shape in which the layer calls them
+    if not any(parts_of(param) for param in shared.parameters()):  # slices need the shape of the layer's call
         experts.ahead = Ahead(shared)
         vars(shared).update(ahead=experts.ahead)
         shared.__class__ = class_before(ForeignShared, type(shared))
 
 
 class Ahead:
-    """A shared expert that its layer calls with the tokens of the experts, after them: it computes while their rows travel.
+    """A shared expert that its layer calls after the experts, with their tokens: it computes while the experts' rows travel.
 
-    Its first call after the experts, with the same values, shows that the layer is of that kind (DeepSeek's, GLM's). From then on
-    the experts run it ahead, and that call returns the output. A layer that calls it before its experts (Qwen's) is left alone.
+    Its first call after the experts, with the same values, shows that the layer is of this kind (DeepSeek's, GLM's). From then on
+    the experts run it ahead, and its call returns the output. A layer that calls it before its experts (Qwen's) is left unchanged.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.follows = self.runs = False
-        # Of the last call of the experts. Without the reference, a later tensor at the address of a freed one would count as the
-        # same: Qwen's shared expert, called before the experts of the next forward, would then run twice and keep its graph.
+        # Of the experts' last call. Without the weak reference, a later tensor at a freed tensor's address would count as the same:
+        # Qwen's shared expert, called before the experts of the next forward, would then run twice and keep its graph.
         self.inputs: tuple[tuple[int, int, int], weakref.ref[Tensor]] | None = None
         self.output: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled model has what no forward has left behind."""
+        """A pickled model has no state of forwards."""
         return Ahead, (self.module,)
 
     def __deepcopy__(self, memo: Any) -> None:
-        """The copy of a model for a dry run sends nothing."""
+        """The copy, in a model copied for a dry run, sends nothing."""
         return None
 
     def enter(self, x: Tensor, *, travels: bool) -> list[Callable[[], None]]:
-        """What to compute while the rows of the experts' tokens x travel."""
-        if self.output is not None:  # the layer did not ask for it
+        """The computations for the time in which the rows of the experts' tokens x travel."""
+        if self.output is not None:  # the layer did not fetch it
             self.follows, self.output = False, None
         self.inputs = _identity(x), weakref.ref(x if x._base is None else x._base)
 
@@ -90,7 +90,7 @@ class Ahead:
         return [compute] if self.follows and travels else []
 
     def leave(self, x: Tensor) -> Tensor | None:
-        """The output for x, if it is there."""
+        """The output for x, if it has been computed."""
         if self.runs:
             return None
         inputs, self.inputs = self.inputs, None
@@ -105,7 +105,7 @@ def _identity(x: Tensor) -> tuple[int, int, int]:
 
 
 class ForeignShared(nn.Module):
-    """Before the class of a shared expert."""
+    """Precedes the class of a shared expert."""
 
     ahead: Ahead | None
 
@@ -118,7 +118,7 @@ class ForeignShared(nn.Module):
 
 
 class ForeignExperts(nn.Module):
-    """Before the class of transformers: its parameters, our forward."""
+    """Precedes transformers' class: its parameters, our forward."""
 
     num_experts: int
     exchange: Exchange | None

@@ -1,7 +1,7 @@
 """`MoE`: a layer of experts, of which each token uses k. It drops no route unless it is given a capacity.
 
-A layer is built whole, with all experts; `initialize` leaves a rank those of its place on the `ep` axis (moe/place.py). Tokens are
-those of all leading dimensions; the router computes in fp32.
+A layer is built whole, with all experts; `initialize` leaves each rank the experts of its index on the `ep` axis (moe/place.py).
+Tokens are those of all leading dimensions; the router computes in fp32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slipstream.zero.hooks import eager
 
 
 def mark_experts(module: nn.Module, ep_size: int) -> None:
-    """Set DeepSpeed's marks on experts' parameters, by which scripts tell them from dense ones."""
+    """Set DeepSpeed's marks on experts' parameters, by which scripts distinguish them from dense ones."""
     for param in module.parameters():
         vars(param).update(allreduce=False, group_name=f"ep_size_{ep_size}")
 
@@ -36,11 +36,11 @@ def mark_experts(module: nn.Module, ep_size: int) -> None:
 class Experts(Stacked):
     """The experts of one layer, and the ranks that have the others.
 
-    ep_size   ranks over which the experts are split; None: as the config says (expert_parallel.autoep_size)
-    is_sliced the caller says that it has sliced the experts over the tp ranks
-    is_whole  tp ranks do not slice the experts, unless the config names their layers: set by `initialize`
-    exchange  over these ranks, and `tokens` over the ranks of a replica, which share its tokens: set by `initialize`
-    apart     over the ranks of a replica if they come here with other tokens: they have a mean auxiliary loss
+    ep_size   number of ranks over which the experts are split; None: as the config says (expert_parallel.autoep_size)
+    is_sliced the caller has sliced the experts over the tp ranks
+    is_whole  tp ranks do not slice the experts, unless the config names their layers; set by `initialize`
+    exchange  over these ranks, and `tokens` over the ranks of a replica, which share its tokens; set by `initialize`
+    apart     over the ranks of a replica if they arrive with different tokens: they average the auxiliary loss
     """
 
     def __init__(self, stack: ExpertStack, ep_size: int | None, *, is_sliced: bool = False) -> None:
@@ -55,18 +55,18 @@ class Experts(Stacked):
         self.apart: Exchange | None = None
 
     def mean_loss(self, loss: Tensor) -> Tensor:
-        """The auxiliary loss of all of a replica's tokens."""
+        """The auxiliary loss of all tokens of a replica."""
         return loss if self.apart is None else leave(loss, self.apart) / self.apart.size
 
     def forward(self, x: Tensor, routes: Routes, meanwhile: Meanwhile = ()) -> Tensor:
-        """x: [T, d]; returns the weighted sum of the experts' outputs. meanwhile: computes while rows travel (`run_experts`)."""
+        """x: [T, d]; returns the weighted sum of the experts' outputs. meanwhile: computed while rows travel (`run_experts`)."""
         experts, weights, kept = routes.experts, routes.weights, routes.kept
         if self.region is not None:
             x, experts, weights, kept = self.region.enter((x, experts, weights, kept))
         alike: AbstractContextManager[Any] = nullcontext()
         is_apart = self.region is not None or self.tokens is not None
         if is_apart and any("Dropout" in type(module).__name__ for module in self.stack.modules()):
-            # Ranks draw for other numbers of rows or features here, and for the same tokens everywhere else.
+            # Here ranks draw for different numbers of rows or features; everywhere else for the same tokens.
             for branch in meanwhile:
                 branch()
             meanwhile = ()
@@ -86,27 +86,27 @@ class MoE(Planned):
     hidden_size     features of a token
     expert          a module that maps [rows, hidden_size] to the same shape, of which each expert is a copy; or a callable that
                     builds one. Default: a gated MLP (SiLU) of `expert_size` features
-    num_experts, k  experts of the layer, and of a token
-    ep_size         ranks over which the experts are split; default: `expert_parallel.autoep_size` of the config
+    num_experts, k  experts of the layer, and per token
+    ep_size         number of ranks over which the experts are split; default: `expert_parallel.autoep_size` of the config
     score           "softmax" over the experts, or "sigmoid" of each (DeepSeek-V3)
     normalize       divide a token's weights by their sum; default: if k > 1
-    num_groups, top_groups  a token uses experts of its `top_groups` best groups only
-    scale           of the weights
+    num_groups, top_groups  a token uses only experts of its `top_groups` best groups
+    scale           factor of the weights
     shared          a module that every token uses beside its experts
-    residual        a module whose output is mixed with the experts' by learnt weights (PR-MoE, arXiv:2201.05596)
+    residual        a module whose output is mixed with the experts' by learned weights (PR-MoE, arXiv:2201.05596)
     capacity_factor, eval_capacity_factor, min_capacity  an expert takes max(ceil(k T / num_experts x factor), min_capacity) routes
-                    of a rank's T tokens, with the second factor outside of training (None: the same); None: all
-    drop            the routes of an expert above its capacity: with the smallest scores ("score"), the last ones ("position": all
-                    second choices are behind the first ones), or any ("random")
-    jitter          in training, the router sees inputs times uniform numbers in [1 - jitter, 1 + jitter]
-    balance_rate    if set, the choice of experts adds a bias per expert to the scores, which moves by so much after each update,
-                    against the load (arXiv:2408.15664): balance without an auxiliary loss
+                    of a rank's T tokens, with the second factor outside training (None: the same); None: all
+    drop            which routes of an expert above its capacity: the smallest scores ("score"), the last ones ("position": all
+                    second choices come after the first ones), or any ("random")
+    jitter          in training, the router's inputs are multiplied by uniform numbers in [1 - jitter, 1 + jitter]
+    balance_rate    if set, the selection of experts adds a bias per expert to the scores, which moves by this rate after each
+                    update, against the load (arXiv:2408.15664): balance without an auxiliary loss
     z_loss          its weight in `l_aux`
     aux_loss_weight if not 0, a backward through the output adds the gradient of `l_aux` times this, as if it were a term of the
                     training loss, and `l_aux` has no graph: for layers whose loss does not reach the caller, as in pipeline stages
 
-    Returns (output, l_aux, exp_counts): the auxiliary loss of balance, for the caller to weigh and add; int64 [num_experts], the
-    routes to each expert of this rank's tokens. Raises ValueError if the sizes do not fit each other.
+    Returns (output, l_aux, exp_counts): the auxiliary balance loss, for the caller to weight and add; int64 [num_experts], the
+    routes of this rank's tokens to each expert. Raises ValueError for sizes that do not fit.
     """
 
     balance: Tensor | None
@@ -162,7 +162,7 @@ class MoE(Planned):
         self.shared, self.residual = shared, residual
         self.coefficient = keep_exact(nn.Linear(hidden_size, 2)) if residual is not None else None
         self.balance_rate = balance_rate
-        # The bias in units of the rate: integers keep their dtype in an engine, and bf16 would lose the steps of a bias.
+        # The bias in units of the rate, because integers keep their dtype in an engine, and bf16 would lose a bias's steps.
         self.register_buffer("balance", None if balance_rate is None else torch.zeros(num_experts, dtype=torch.int64))
         self.meter = LoadMeter(num_experts)
         self.aux_loss_weight, self.seed = aux_loss_weight, LossSeed()
@@ -204,16 +204,16 @@ class MoE(Planned):
 
     @property
     def draws(self) -> bool:
-        """Whether routing in training draws random numbers: the ranks of a replica need the same ones."""
+        """Whether routing in training draws random numbers, which must be the same on the ranks of a replica."""
         return self.jitter > 0 or (self.capacity is not None and self.drop == "random")
 
     @property
     def bias(self) -> Tensor | None:
-        """[num_experts], added to the scores for the choice of experts."""
+        """[num_experts], added to the scores for the selection of experts."""
         return None if self.balance is None or self.balance_rate is None else self.balance * self.balance_rate
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[T, num_experts], fp32."""
+        """The router's logits, fp32 [T, num_experts]."""
         inputs = tokens.float()
         if self.jitter and self.training:
             inputs = gate.jitter(inputs, self.jitter)
@@ -225,7 +225,7 @@ class MoE(Planned):
 
 
 def keep_exact(linear: nn.Linear) -> nn.Linear:
-    """A layer that is never quantized: an error of a router's logits sends tokens to other experts."""
+    """A layer that is never quantized: errors in a router's logits send tokens to other experts."""
     vars(linear).update(stays_exact=True)
     return linear
 
@@ -258,9 +258,9 @@ def _check_numbers(expert_size: int | None, jitter: float, balance_rate: float |
 
 
 class LossSeed:
-    """The gradient of a term of the training loss, for terms that arise inside of a model; an engine sets it. A copy's is 1.
+    """The gradient of a term of the training loss that arises inside the model; an engine sets it. A copy's is 1.
 
-    Megatron-LM's MoEAuxLossAutoScaler, without a global.
+    Like Megatron-LM's MoEAuxLossAutoScaler, without a global.
     """
 
     def __init__(self) -> None:
@@ -299,7 +299,7 @@ class Branch:
 
 
 def on_the_way(branches: list[Branch]) -> list[Branch]:
-    """The branches to compute while rows travel: all, except in a compiled graph, which ends at an exchange and has them inside."""
+    """The branches to compute while rows travel: all, except in a compiled graph, which ends at an exchange and contains them."""
     if not torch.compiler.is_compiling():
         return branches
     for branch in branches:
@@ -308,7 +308,7 @@ def on_the_way(branches: list[Branch]) -> list[Branch]:
 
 
 def mix_residual(out: Tensor, dense: Any, coefficient: Tensor) -> Tensor:
-    """The experts' and the dense branch's outputs by the two learnt weights of each token."""
+    """The outputs of the experts and the dense branch, combined by each token's two learned weights."""
     weights = coefficient.softmax(-1)
     mixed: Tensor = out * weights[..., :1] + first_of(dense) * weights[..., 1:]
     return mixed
@@ -329,5 +329,5 @@ class GatedMLP(nn.Module):
 
 
 def _cuts_of(name: str, module: nn.Module | None) -> dict[str, tuple[str, tuple[int, ...] | None]]:
-    """How a gated MLP is cut; another module stays whole."""
+    """How a gated MLP is cut; any other module stays whole."""
     return {f"{name}.gate_up": ("column", (2, -1)), f"{name}.down": ("row", None)} if isinstance(module, GatedMLP) else {}

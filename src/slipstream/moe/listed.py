@@ -1,19 +1,19 @@
 """Experts that are the modules of a list: each rank keeps some of them, and the layer that calls them keeps its code.
 
-Older models of transformers, models with code of their own and users' layers call the experts of an `nn.ModuleList` (or
-`ModuleDict`) with rows of tokens, in an order and by routes that only their code knows. So the layer's forward runs twice:
+Older transformers models, models with their own code and users' layers call the experts of an `nn.ModuleList` (or `ModuleDict`)
+with rows of tokens, in an order and by routes that only their code determines. So the layer's forward runs twice:
 
-noting  an expert notes the rows that it is called with, and returns zeros. Then all rows travel to the ranks that have their
+noting  an expert records the rows that it is called with, and returns zeros. Then all rows travel to the ranks that have their
         experts, are computed, and come back
-giving  an expert returns what was computed of the rows of the same call
+giving  an expert returns the result for the rows of the same call
 
-Rows keep the graph of the first run, outputs have that of the second. A module of the layer that is called with the same tensors in
-both runs (the router, a shared expert) computes in the first one only. Random numbers that the layer draws are the same in both.
+Rows keep the graph of the first run; outputs have that of the second. A module of the layer that is called with the same tensors in
+both runs (the router, a shared expert) computes only in the first one. Random numbers that the layer draws are the same in both.
 
-[Note: Lost rows] Only the layer's code sees the router's logits. A token that is finite, and whose output is not, although all that
-the experts computed is, has lost it between the two: in the router, or in a module that the layer has beside its experts.
+[Note: Lost rows] Only the layer's code sees the router's logits. If a token is finite and its output is not, although everything
+that the experts computed is finite, it was lost in between: in the router, or in a module beside the experts.
 
-An expert must treat each row by itself, as one that gets tokens in no certain order has to.
+An expert must treat each row independently, because it gets tokens in no certain order.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from slipstream.zero.hooks import eager
 from slipstream.zero.leaves import identity
 from slipstream.zero.trees import tensors_in
 
-Answer = Callable[[int, Tensor], Tensor]  # of an expert, by its place in the list, to [..., d]
+Answer = Callable[[int, Tensor], Tensor]  # (index of an expert in the list, input [..., d]) -> output
 Forward = Callable[..., Any]
 
 
 def why_whole(model: nn.Module, name: str) -> str:
-    """Why the experts of the list of this name cannot be split; "" if they can."""
+    """Why the experts in the list of this name cannot be split; "" if they can."""
     experts = model.get_submodule(name)
     if not isinstance(experts, nn.ModuleList | nn.ModuleDict):
         return f"are a {type(experts).__name__}, and no list of modules or stack of transformers' or slipstream.moe's"
@@ -65,18 +65,18 @@ def why_whole(model: nn.Module, name: str) -> str:
 
 
 def experts_in(experts: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a list, but for dropout of all experts' outputs beside them (NLLB's)."""
+    """The modules of a list, except a dropout for all experts' outputs beside them (NLLB's)."""
     return (module for module in experts.children() if not isinstance(module, nn.Dropout))
 
 
 def _layer_of(model: nn.Module, name: str) -> nn.Module:
-    """The module whose forward calls the experts: the list itself, if it has one, or the module that has the list."""
+    """The module whose forward calls the experts: the list itself, if it has a forward, or the module that has the list."""
     experts = model.get_submodule(name)
     return experts if type(experts).forward is not nn.Module.forward else model.get_submodule(name.rpartition(".")[0])
 
 
 def adopt_list(model: nn.Module, name: str) -> Any:
-    """Let the layer that has a list of experts run as this module says. Returns the list, which is a `ListedExperts` then."""
+    """Make the layer with a list of experts run as this module describes. Returns the list, which is now a `ListedExperts`."""
     experts: Any = model.get_submodule(name)
     if isinstance(experts, ListedExperts):
         return experts
@@ -97,9 +97,9 @@ def adopt_list(model: nn.Module, name: str) -> Any:
 
 
 class ListedExpert(nn.Module):
-    """Before the class of an expert."""
+    """Precedes the class of an expert."""
 
-    among: Any  # the list; not one of its modules
+    among: Any  # the list; not registered as a submodule
     place: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,17 +118,17 @@ class ListedExpert(nn.Module):
                 f"expert {self.place} ({type(self).__name__}), which another rank has, is called outside of the forward of the "
                 "layer that has the experts: call it there, or use autoep_size 1"
             )
-        return experts.expert(experts.owned[self.place % len(experts.owned)])(*args, **kwargs)  # a dry run: one like it
+        return experts.expert(experts.owned[self.place % len(experts.owned)])(*args, **kwargs)  # a dry run: an equal one
 
 
 class ListedExperts(nn.Module):
-    """Before the class of a list of experts. `forward` is that of a list with one of its own.
+    """Precedes the class of a list of experts. `forward` is for a list that has one of its own.
 
     owned     the experts that this rank has
     exchange  over the ranks that have the others, and `tokens` over the ranks of a replica, which share its tokens
-    answer    what a call of an expert returns; None: it computes
-    seen      the calls of experts in a forward that counts, while it runs
-    runs      while a forward runs whose calls are counted, or known not to be
+    answer    returns the result of an expert's call; None: the expert computes
+    seen      the calls of experts in the running forward, if it counts
+    runs      true while a forward runs whose calls are counted, or known not to count
     """
 
     num_experts: int
@@ -153,7 +153,7 @@ class ListedExperts(nn.Module):
         return next(itertools.islice(experts_in(self), place, None))
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """This rank's experts, each of its rows; those without rows too: their gradients are zeros."""
+        """Run this rank's experts, each on its rows; those without rows, too, whose gradients are zeros."""
         outs = [self.expert(place)(part) for place, part in zip(self.owned, rows.split(list(counts)), strict=True)]
         for out in outs:
             if not isinstance(out, Tensor) or out.shape[1:] != rows.shape[1:]:
@@ -165,18 +165,18 @@ class ListedExperts(nn.Module):
         return torch.cat(outs)
 
     def see(self, place: int, inputs: Any, output: Any) -> Any:
-        """The output of an expert's call, which the meter counts."""
+        """Record an expert's call for the meter; returns its output."""
         if self.seen is not None:
             num_rows = next((_num_rows(x) for x in _floats_in(inputs)), 0)
             with torch.no_grad():
                 self.seen.append(_Seen(place, num_rows, [x.sum(dtype=torch.float32) for x in _floats_in(output)]))
         elif not self.runs and torch.is_grad_enabled() and not any(map(without_values, _floats_in(inputs))):
-            self.meter.is_partial = True  # by the owner of a layer without a forward, say
+            self.meter.is_partial = True  # for instance by the owner of a layer without a forward
         return output
 
     @contextmanager
     def answering(self, answer: Answer) -> Iterator[None]:
-        """Inside, calls of experts return what `answer` says."""
+        """Inside, calls of experts return the results of `answer`."""
         self.answer = answer
         try:
             yield
@@ -185,9 +185,9 @@ class ListedExperts(nn.Module):
 
 
 class ListedLayer(nn.Module):
-    """Before the class of a layer that has a list of experts."""
+    """Precedes the class of a layer that has a list of experts."""
 
-    listed: Any  # the list, which is one of its modules under its own name
+    listed: Any  # the list, registered under its own name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self, self.listed, super().forward, args, kwargs)
@@ -195,7 +195,7 @@ class ListedLayer(nn.Module):
 
 @eager
 def _run(layer: nn.Module, experts: ListedExperts, forward: Forward, args: Any, kwargs: Any) -> Any:
-    """The forward of a layer of experts. Collective over their ranks if some are on others."""
+    """The forward of a layer of experts. Collective over the experts' ranks, if other ranks have some."""
     inputs = _floats_in((args, kwargs))
     if not inputs or without_values(inputs[0]):
         return forward(*args, **kwargs)
@@ -240,11 +240,11 @@ def _run_apart(
 
 
 def _metered(experts: ListedExperts, inputs: Sequence[Tensor], forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a layer; in training, the meter counts the rows of each expert, and lost rows ([Note: Lost rows])."""
+    """The forward of a layer; in training, the meter counts each expert's rows, and lost rows ([Note: Lost rows])."""
     if not experts.meter.counts(training=experts.training):
         return forward(*args, **kwargs)
     with torch.no_grad():
-        before = [x.sum(-1, dtype=torch.float32).reshape(-1, 1) for x in inputs if x.dim()]  # the layer may change them
+        before = [x.sum(-1, dtype=torch.float32).reshape(-1, 1) for x in inputs if x.dim()]  # the layer may modify them
     seen: list[_Seen] = []
     experts.seen = seen
     try:
@@ -270,7 +270,7 @@ class _Seen(NamedTuple):
 
     place: int
     num_rows: int
-    totals: list[Tensor]  # of its outputs: finite if they are
+    totals: list[Tensor]  # sums of its outputs: finite if the outputs are
 
 
 def _floats_in(value: Any) -> list[Tensor]:
@@ -311,7 +311,7 @@ def _differs(layer: nn.Module, first: str, second: str) -> RuntimeError:
 
 
 def _computed(experts: ListedExperts, calls: Sequence[_Asked], like: Tensor) -> Tensor:
-    """What the experts compute of the rows of all calls, in the order of the calls. Collective."""
+    """The experts' outputs for the rows of all calls, in the order of the calls. Collective."""
     order = sorted(range(len(calls)), key=lambda i: calls[i].place)
     lengths = [_num_rows(calls[i].x) for i in order]
     counts = [0] * experts.num_experts
@@ -328,7 +328,7 @@ def _computed(experts: ListedExperts, calls: Sequence[_Asked], like: Tensor) -> 
 
 
 def _sent(experts: ListedExperts, rows: Tensor, counts: list[int]) -> Tensor:
-    """[rows, d]: what the experts compute of rows that are sorted by expert. Collective."""
+    """[rows, d]: the experts' outputs for rows sorted by expert. Collective."""
     if experts.tokens is None:
         return compute_sorted(rows, counts, experts.num_experts, experts.compute, experts.exchange)
     start, stop = even_share(len(rows), experts.tokens.axis)
@@ -336,7 +336,7 @@ def _sent(experts: ListedExperts, rows: Tensor, counts: list[int]) -> Tensor:
     own = [max(0, min(high, stop) - max(low, start)) for low, high in itertools.pairwise(ends)]
     alike: AbstractContextManager[Any] = nullcontext()
     if any("Dropout" in type(module).__name__ for module in experts.modules()):
-        alike = torch.random.fork_rng([rows.device] if rows.is_cuda else [])  # ranks draw for other numbers of rows
+        alike = torch.random.fork_rng([rows.device] if rows.is_cuda else [])  # ranks draw for different numbers of rows
     share = scatter_to(rows, experts.tokens, 0)
     with alike:
         share = compute_sorted(share, own, experts.num_experts, experts.compute, experts.exchange)
@@ -344,9 +344,9 @@ def _sent(experts: ListedExperts, rows: Tensor, counts: list[int]) -> Tensor:
 
 
 def _tied(output: Any, sources: Sequence[Tensor]) -> Any:
-    """The output of a layer without tokens, whose backward reaches the sources all the same, with zeros.
+    """The output of a layer without tokens, with a backward that still reaches the sources, with zeros.
 
-    Other ranks' gradients of their rows come here, and they wait for this rank's share of the gradients of the layer.
+    Gradients of other ranks' rows pass through here, and those ranks wait for this rank's share of the layer's gradients.
     """
     leaves, form = pytree.tree_flatten(output)
     i = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point())
@@ -367,24 +367,24 @@ def _go_on(draws: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
 class _Result(NamedTuple):
     """A call of another module of the layer."""
 
-    inputs: Any  # kept, so that their memory is no other tensor's
+    inputs: Any  # kept alive, so that no other tensor gets their memory
     of_inputs: list[Any]
     output: Any
     of_output: list[Any]
-    drawn: list[Tensor] | None  # the random generators' states after it; None: it drew nothing
+    drawn: list[Tensor] | None  # the random generators' states afterwards; None: nothing was drawn
 
     def is_of(self, inputs: Any) -> bool:
         return _identities(inputs) == self.of_inputs and _identities(self.output) == self.of_output
 
 
 def _identities(value: Any) -> list[Any]:
-    """What is equal for the same tensors with the same values, and for the same other objects."""
+    """A key that is equal for the same tensors with the same values, and for the same other objects."""
     leaves = pytree.tree_leaves(value)
     return [(identity(leaf), leaf._version) if isinstance(leaf, Tensor) else id(leaf) for leaf in leaves]
 
 
 class _Others:
-    """The other modules of a layer, and what they computed in the first run."""
+    """The other modules of a layer, and their results in the first run."""
 
     def __init__(self, layer: nn.Module, experts: nn.Module, draws: Sequence[torch.Generator]) -> None:
         self.draws = draws
@@ -392,7 +392,7 @@ class _Others:
 
     @contextmanager
     def watched(self, call: Callable[..., Any]) -> Iterator[None]:
-        """Inside, `call(module, its forward, *args, **kwargs)` stands for the forward of each module."""
+        """Inside, `call(module, its forward, *args, **kwargs)` replaces the forward of each module."""
         before = {module: vars(module).get("forward") for module in self.results}
         for module in self.results:
             vars(module)["forward"] = partial(call, module, module.forward)

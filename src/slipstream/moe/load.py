@@ -1,7 +1,7 @@
 """The load of experts: a meter in each layer, which counts in every forward of a training step without waiting for the device.
 
-A vector of a meter has num_experts + 4 elements, in fp64: the routes to each expert, before any is dropped; the dropped routes; the
-lost tokens; the sum of the auxiliary losses of the forwards, and their number.
+A meter's vector has num_experts + 4 elements, in fp64: the routes to each expert, before any is dropped; the dropped routes; the
+lost tokens; the sum of the forwards' auxiliary losses, and their number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.activations.recompute import is_repeating
 from slipstream.parallel.exchange import without_values
 from slipstream.zero.hooks import eager
 
-Sum = Callable[[Tensor], Tensor]  # over the ranks that train the layers; collective
+Sum = Callable[[Tensor], Tensor]  # sums over the ranks that train the layers; collective
 _MOST_LAYERS, _MOST_EXPERTS = 8, 16  # in a log entry
 
 
@@ -26,7 +26,7 @@ class ExpertLoad(NamedTuple):
     """The load of one layer's experts, over all ranks that train it."""
 
     routes: tuple[int, ...]  # to each expert, before any is dropped
-    dropped: float  # share of the routes
+    dropped: float  # as a share of the routes
     loss: float | None  # the mean auxiliary loss of the layer's forwards; None: the layer computes none, or had no forward
     lost: int = 0  # finite tokens whose weights are not finite: the router's logits are NaN or infinite
 
@@ -46,23 +46,23 @@ class ExpertLoad(NamedTuple):
 
 
 class LoadMeter:
-    """The vectors of one layer on this rank: of the training step so far, of the last one, and of all since the last log entry.
+    """The vectors of one layer on this rank: of the current training step, of the last one, and of all since the last log entry.
 
-    or_else: what else may have lost tokens, where the router's weights are not seen
+    or_else: what else may have lost tokens, if the router's weights are not visible
     """
 
     def __init__(self, num_experts: int, or_else: str = "") -> None:
         self.num_experts, self.or_else = num_experts, or_else
         self.now, self.last, self.since = torch.zeros(3, num_experts + 4, dtype=torch.float64)
-        self.is_partial = False  # the step so far has forwards with gradients that do not count
+        self.is_partial = False  # the step has forwards with gradients that were not counted
         self.kept_loss: Tensor | None = None
 
     def __reduce__(self) -> Any:
-        """A copied layer, also one for a dry run or in a file, has routed nothing."""
+        """A copied layer, also in a dry run or a file, has routed nothing."""
         return LoadMeter, (self.num_experts, self.or_else)
 
     def counts(self, *, training: bool) -> bool:
-        """Whether the layer records its present forward."""
+        """Whether the layer records its current forward."""
         has_gradients = torch.is_grad_enabled()
         if has_gradients and not training:
             self.is_partial = True
@@ -73,9 +73,9 @@ class LoadMeter:
     def record(
         self, counts: Tensor, tokens: Tensor, weights: Tensor, kept: Tensor | None = None, loss: Tensor | None = None
     ) -> None:
-        """Add a forward of this rank's tokens [T, d], unless it is one of no training step, or a second one.
+        """Add a forward of this rank's tokens [T, d], unless it belongs to no training step, or repeats another.
 
-        weights, kept: [T, k]; kept None: all. A sum over a token's features tells in one pass whether they are finite.
+        weights, kept: [T, k]; kept None: all. The sum over a token's features shows in one pass whether they are finite.
         """
         if is_repeating() or without_values(counts):
             return
@@ -89,7 +89,7 @@ class LoadMeter:
             self.now[self.num_experts + 2 :] += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
 
     def to(self, device: torch.device) -> None:
-        if self.now.is_meta:  # built with the model, which has memory now
+        if self.now.is_meta:  # the model was built on meta, and now has memory
             self.now, self.last, self.since = torch.zeros(3, self.num_experts + 4, dtype=torch.float64, device=device)
         elif self.now.device != device:
             self.now, self.last, self.since = (each.to(device) for each in (self.now, self.last, self.since))
@@ -97,8 +97,8 @@ class LoadMeter:
     def keep(self, loss: Tensor) -> None:
         """Keep a forward's auxiliary loss for readers of the layer (DeepSpeed's `l_aux`).
 
-        [Note: Kept losses] A loss keeps the graph, whose leaves keep the engine's shared memory after destroy(); Python's collector
-        does not see cycles through a graph. So the graph goes with the first backward through the loss, step or destroy.
+        [Note: Kept losses] A loss keeps its graph alive, whose leaves keep the engine's shared memory after destroy(). Python's
+        collector does not see cycles through a graph. So the first backward through the loss, step or destroy drops the graph.
         """
         self.kept_loss = loss
         if loss.requires_grad:
@@ -115,7 +115,7 @@ class LoadMeter:
 
     @property
     def routes(self) -> Tensor:
-        """[num_experts], int64: of the step so far, or of the last one if this has none."""
+        """[num_experts], int64: the routes of the current step, or of the last one if the current has none."""
         return (self.now if self.now.any() else self.last)[: self.num_experts].to(torch.int64)
 
     def end_step(self) -> None:
@@ -132,13 +132,13 @@ class LoadMeter:
 
 
 def meters(model: nn.Module) -> dict[str, LoadMeter]:
-    """Those of all layers of experts, by name."""
+    """The meters of all layers of experts, by name."""
     named = ((name, getattr(module, "meter", None)) for name, module in model.named_modules())
     return {name: meter for name, meter in named if isinstance(meter, LoadMeter)}
 
 
 def lost_tokens(by_name: Mapping[str, LoadMeter]) -> str:
-    """The first router that gave finite tokens of this step logits that are not finite, as text; "" for none."""
+    """The first router whose logits are not finite for finite tokens of this step, as text; "" for none."""
     for name, meter in by_name.items():
         if lost := int(meter.now[meter.num_experts + 1]):
             return f"the router of {name!r} has NaN or infinite logits for {lost} tokens that are finite{meter.or_else}"
@@ -148,19 +148,19 @@ def lost_tokens(by_name: Mapping[str, LoadMeter]) -> str:
 def expert_loads(model: nn.Module) -> dict[str, Tensor]:
     """The routes to each expert in the last training step, by the layer's name: int64, of this rank's tokens.
 
-    During a step, and without an engine, those of all forwards since.
+    During a step, and without an engine: the routes of all forwards since then.
     """
     return {name: meter.routes for name, meter in meters(model).items()}
 
 
 def sum_loads(vectors: Mapping[str, Tensor], total: Sum, of: Mapping[str, LoadMeter]) -> dict[str, ExpertLoad]:
-    """The loads of one vector per layer, summed over ranks. Collective: one exchange."""
+    """The loads, from one vector per layer, summed over ranks. Collective: one exchange."""
     sums = total(torch.cat(list(vectors.values()))).split([len(vector) for vector in vectors.values()])
     return {name: of[name].load(vector) for name, vector in zip(vectors, sums, strict=True)}
 
 
 def entry(step: int, loads: Mapping[str, ExpertLoad]) -> str:
-    """An entry of the log: the worst layer, and the first layers."""
+    """A log entry: the worst layer, and the first layers."""
     worst = max(loads, key=lambda name: loads[name].peak)
     total = sum(sum(load.routes) for load in loads.values())
     dropped = sum(load.dropped * sum(load.routes) for load in loads.values()) / max(total, 1)

@@ -1,11 +1,11 @@
 """Expert parallelism: each rank of an `ep` axis keeps consecutive experts of each layer, and tokens travel to them.
 
-`ep` re-cuts the ranks of a pipeline stage: neighbors hold different experts, and the ranks that hold the same ones reduce, shard
-and copy them among themselves, at any ZeRO stage (world/mesh.py). Experts that are sliced over `tp`, too, are split among the ranks
-of one slice.
+`ep` divides the ranks of a pipeline stage differently: neighbors hold different experts, and the ranks with the same experts
+reduce, shard and copy them among themselves, at any ZeRO stage (world/mesh.py). Experts that are also sliced over `tp` are split
+among the ranks of one slice.
 
-[Note: Tokens over tp] The ranks of a replica have the same tokens. Where experts are split over them too, each sends a share of the
-tokens: otherwise an expert would see every token several times, and its gradient would be as many times too large.
+[Note: Tokens over tp] The ranks of a replica have the same tokens. If experts are split over them, too, each sends a share of the
+tokens. Otherwise an expert would see every token several times, and its gradient would be too large by that factor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slipstream.zero.wrap import expert_lists
 
 logger = logging.getLogger("slipstream.train")
 
-# What AutoEP's presets of DeepSpeed 0.19.8 are for: types of transformers' configs, or the names of layers
+# What AutoEP's presets of DeepSpeed 0.19.8 apply to: types of transformers' configs, or layer names
 _PRESETS: Mapping[str, Sequence[str]] = {
     "mixtral": ("mixtral",),
     "qwen3_moe": ("qwen3_moe", "qwen2_moe"),
@@ -43,20 +43,18 @@ _PRESETS: Mapping[str, Sequence[str]] = {
 }
 _OF_PRESETS = re.compile(r"(^|\.)layers\.\d+\.mlp\.experts$")
 
-Connect = Callable[[str | Axis], Exchange]  # the exchange over an axis; collective at its first call
+Connect = Callable[[str | Axis], Exchange]  # returns the exchange over an axis; the first call is collective
 Join = Callable[[Connect], None]  # connects a model's layers of experts to the ranks that have the others; collective
 
 
 class _RoutedLayer(NamedTuple):
-    """The experts of one layer."""
-
     name: str
-    module: Any  # Experts, or transformers', or a list, with the same attributes
-    size: int  # ranks over which they are split
+    module: Any  # Experts, transformers' module, or a list, with the same attributes
+    size: int  # number of ranks over which they are split
 
     @property
     def slices(self) -> int:
-        """Of each expert, over the tp ranks."""
+        """The number of slices of each expert over the tp ranks."""
         return max((part.split.size for param in self.module.parameters() for part in _over_tp(param)), default=1)
 
     @property
@@ -64,13 +62,13 @@ class _RoutedLayer(NamedTuple):
         return Split("ep", self.size, slices=self.slices)
 
     def differs(self) -> Differs:
-        """The key of the family of their parameters, of the sliced ones if there are such."""
+        """The family of the experts' parameters, or of the sliced ones among them."""
         keys = [tuple(sorted({*(part.split for part in _over_tp(param)), self.split})) for param in self.module.parameters()]
         return max(keys, key=lambda key: max((split.size for split in key if split.axis == "tp"), default=0))
 
     @property
     def is_sliced(self) -> bool:
-        """Whether tp ranks have slices of the experts, or the sums that follow these."""
+        """Whether parameters of the experts are marked over tp: as slices, or as whole ones with partial gradients."""
         return any(_over_tp(param) for param in self.module.parameters())
 
 
@@ -87,10 +85,10 @@ def choose_slices(model: nn.Module, mesh: Mesh, plan: ExpertPlan) -> None:
 
 
 def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_shares: bool) -> tuple[Mesh, Join]:
-    """Cut the experts of every layer in place for this rank, after the slicing over tp. Returns the mesh with their families, and
-    what connects the layers.
+    """Cut the experts of every layer in place for this rank, after slicing over tp. Returns the mesh with their families, and a
+    function that connects the layers.
 
-    token_shares: between sliced layers, tp ranks have different tokens.
+    token_shares: whether tp ranks have different tokens between sliced layers
 
     Collective over the world. Raises ValueError, before any layer is cut, for experts that cannot be split.
     """
@@ -115,7 +113,7 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
         placed.append((layer, axis))
 
     def join(connect: Connect) -> None:
-        for layer in every if mesh.tp.size > 1 and token_shares else ():  # which the ranks of a replica give different tokens
+        for layer in every if mesh.tp.size > 1 and token_shares else ():  # the ranks of a replica give these different tokens
             layer.module.apart = connect("tp")
         for layer, axis in placed:
             layer.module.exchange = connect(axis)
@@ -127,7 +125,7 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
 
 def adopt_added(model: nn.Module, plan: ExpertPlan, known: Set[int]) -> None:
     """Adopt layers of experts that were added to an engine's model, whose parameters' ids are `known`, and set their routers. They
-    stay whole on each rank. Raises ValueError for what a router cannot do."""
+    stay whole on each rank. Raises ValueError for settings that a router does not support."""
     added = [layer for layer in _layers(model, plan) if known.isdisjoint(map(id, layer.module.parameters()))]
     set_routers(model, [(layer.name, layer.module) for layer in added], plan)
     for layer in added:
@@ -135,8 +133,8 @@ def adopt_added(model: nn.Module, plan: ExpertPlan, known: Set[int]) -> None:
 
 
 def _check_found(model: nn.Module, mesh: Mesh, plan: ExpertPlan, layers: Sequence[_RoutedLayer]) -> None:
-    """Name experts that the config does not reach: in an error if there are no others, or if its pattern or its settings mean them,
-    or else in a warning."""
+    """Name experts that the config does not reach: in an error if there are no others, or if the config's pattern or settings refer
+    to them, otherwise in a warning."""
     known = {layer.name.rpartition(".")[0] for layer in layers}
     whole = next((name for name in _described(model, plan) if name.rpartition(".")[0] not in known), None)
     keys = _keys_of_experts(plan)
@@ -159,13 +157,13 @@ def _check_found(model: nn.Module, mesh: Mesh, plan: ExpertPlan, layers: Sequenc
 
 
 def _keys_of_experts(plan: ExpertPlan) -> str:
-    """The keys of the config that mean experts on any number of ranks; "" for none."""
+    """The config keys that concern experts on any number of ranks; "" for none."""
     others = {"slipstream.rest_unused_experts": plan.rest_unused, "expert_parallel.preset_model": plan.preset}
     return ", ".join(filter(None, (keys_of_routers(plan), *(key for key, value in others.items() if value))))
 
 
 def _check_preset(model: nn.Module, plan: ExpertPlan, layers: Sequence[_RoutedLayer]) -> None:
-    """Raise ValueError if the model is not what the config's preset is for."""
+    """Raise ValueError if the config's preset is for other models."""
     if plan.preset is None:
         return
     types, config = _PRESETS[plan.preset], getattr(model, "config", None)
@@ -181,7 +179,7 @@ def _check_preset(model: nn.Module, plan: ExpertPlan, layers: Sequence[_RoutedLa
 
 
 def _tell_whole(model: nn.Module, mesh: Mesh, plan: ExpertPlan, name: str, given: str) -> None:
-    """Warn of a list of experts that is not adopted; raise ValueError if the config means it, which is `given`."""
+    """Warn of a list of experts that is not adopted. Raise ValueError if the config refers to it, by the keys `given`."""
     layer = name.rpartition(".")[0]
     text = f"the experts of {layer!r} ({type(model.get_submodule(layer)).__name__}) {why_whole(model, name)}"
     outcome, remedy = "their load is not counted", "drop the keys, which do not reach them"
@@ -241,7 +239,7 @@ def _layers(model: nn.Module, plan: ExpertPlan) -> Iterator[_RoutedLayer]:
         elif is_foreign(module):
             adopt(module)
             yield _RoutedLayer(name, module, plan.size)
-    lists = sorted(_described(model, plan), key=lambda name: "shared" in name.rpartition(".")[2])  # of a layer, the routed one
+    lists = sorted(_described(model, plan), key=lambda name: "shared" in name.rpartition(".")[2])  # the routed one first
     for name in lists if plan.enabled else ():
         if not why_whole(model, name):
             yield _RoutedLayer(name, adopt_list(model, name), plan.size)
@@ -285,7 +283,7 @@ def _cut(layer: _RoutedLayer, axis: Axis, done: set[int]) -> None:
         mark_part(param, "ep", axis.size, dim, whole=length, ranges=ranges, slices=layer.slices)
 
 
-_Dealt = Iterator[tuple[nn.Parameter, int, Ranges]]  # a parameter, the dimension that is cut, and what of it a rank keeps
+_Dealt = Iterator[tuple[nn.Parameter, int, Ranges]]  # (parameter, cut dimension, ranges that a rank keeps)
 
 
 def _deal_stack(stack: nn.Module, experts: range) -> _Dealt:
@@ -294,7 +292,7 @@ def _deal_stack(stack: nn.Module, experts: range) -> _Dealt:
 
 
 def _deal_list(experts: nn.Module, own: range) -> _Dealt:
-    """All of an expert's parameter, or nothing, along a dimension that slices leave whole; without one, each rank keeps it."""
+    """Keep all or nothing of an expert's parameter, along a dimension that slices leave whole; without one, each rank keeps it."""
     for place, expert in enumerate(experts_in(experts)):
         for param in expert.parameters():
             sliced = {part.dim for part in cuts_of(param)}

@@ -1,11 +1,11 @@
-"""Experts that rest: those that got no route of any rank since the last step (slipstream.rest_unused_experts).
+"""Resting experts: experts without a route from any rank since the last step (slipstream.rest_unused_experts).
 
-A step leaves their weights, masters and moments as they are, as torch's optimizers do with a parameter without a gradient, and what
-of it is on the host or on disk does not move. A layer is known by its meter, whose counts of all ranks are added: one exchange for
-each step. Forwards with gradients that a meter does not count (of a module in eval mode, or of experts that are called from outside
-of their layer) use all experts of their layer.
+A step leaves their weights, masters and moments unchanged, as torch's optimizers do for a parameter without a gradient, and their
+data on the host or on disk do not move. Each layer is known by its meter, whose counts are summed over all ranks: one exchange per
+step. Forwards with gradients that a meter does not count (of a module in eval mode, or of experts called from outside their layer)
+count as using all experts of their layer.
 
-Gradients that reach an expert otherwise than by a token (of a penalty on its weights) are not seen: they end with the step.
+Gradients that reach an expert without a token (of a penalty on its weights) are not detected, and end with the step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from slipstream.zero.leaves import cuts_of, is_stack
 
 
 class RestingExperts:
-    """`optim.sharded.Rest` of a model's layers of experts. connect: collective, called at the first step."""
+    """`optim.sharded.Rest` for a model's layers of experts. connect: collective, called at the first step."""
 
     def __init__(self, model: nn.Module, connect: Callable[[], Sum]) -> None:
         self._total = functools.cache(connect)
         by_name = meters(model)
         self._meters = list(by_name.values())
-        self._experts: dict[int, list[tuple[LoadMeter, range]]] = {}  # of each parameter, by id; some are of several layers
+        self._experts: dict[int, list[tuple[LoadMeter, range]]] = {}  # id of a parameter -> its experts, of one or several layers
         for name, meter in by_name.items():
             for param, experts in _experts_of(model.get_submodule(name)):
                 self._experts.setdefault(id(param), []).append((meter, experts))
@@ -49,8 +49,8 @@ class RestingExperts:
 
 
 def _experts_of(module: nn.Module) -> Iterator[tuple[nn.Parameter, range]]:
-    """The parameters of a layer with a meter, and the experts whose tensors this rank's part of each has, one after the other.
-    Parameters of a layer with a meter inside of it are that layer's."""
+    """The parameters of a layer with a meter, each with the experts whose tensors this rank's part of it contains, one after
+    another. Parameters of an inner layer with a meter belong to that layer."""
     apart = {id(param) for inner in meters(module) if inner for param in module.get_submodule(inner).parameters()}
     if isinstance(module, ListedExperts):
         for place, expert in enumerate(experts_in(module)):

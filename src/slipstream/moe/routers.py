@@ -1,7 +1,7 @@
 """Settings of routers from the config (`expert_parallel`), for our layers and those of unmodified transformers models.
 
-A router that has the setting gets the value, and so does transformers' config, which `save_pretrained` writes. For one that has it
-fixed, the value must be what the router does.
+A router that has the setting gets the value, and so does transformers' config, which `save_pretrained` writes. If a router has it
+fixed, the value must be the fixed one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from slipstream.moe.layer import Experts, MoE, check_choice
 
 class _Setting(NamedTuple):
     ours: str  # attribute of slipstream.moe.MoE
-    theirs: tuple[str, ...]  # of transformers' routers, and of the layers around them
-    config: str  # of transformers' configs
-    fixed: Any = None  # in a router without the attribute; None: not known
+    theirs: tuple[str, ...]  # attributes of transformers' routers, and of the layers around them
+    config: str  # attribute of transformers' configs
+    fixed: Any = None  # value in a router without the attribute; None: unknown
 
 
 _SETTINGS: Mapping[str, _Setting] = {
@@ -34,18 +34,18 @@ _SETTINGS: Mapping[str, _Setting] = {
     "score_apply": _Setting("", (), "", "post"),
 }
 _NORMALIZED = {"Mixtral": True, "GptOss": True, "DeepseekV2": False}  # routers without norm_topk_prob
-_BIAS = "e_score_correction_bias"  # of DeepSeek-V3's router and its like, which score by a sigmoid
+_BIAS = "e_score_correction_bias"  # attribute of routers like DeepSeek-V3's, which score by a sigmoid
 
 
 class RouterBias:
-    """The bias of a router of transformers, moved against the load. Sums are fp32, also if an engine holds the bias in bf16."""
+    """The bias of a transformers router, moved against the load. Sums are fp32, even if an engine holds the bias in bf16."""
 
     def __init__(self, router: nn.Module, rate: float) -> None:
         self.router, self.rate = router, rate
         self.exact: Tensor | None = None
 
     def move(self, signs: Tensor) -> None:
-        """signs: [num_experts], 1 for experts with less than the mean load."""
+        """signs: [num_experts], 1 for experts with less than the mean load"""
         bias = self.router.get_buffer(_BIAS)
         if self.exact is None or not torch.equal(self.exact.to(bias.dtype), bias):  # a checkpoint was loaded
             self.exact = bias.float()
@@ -54,7 +54,7 @@ class RouterBias:
 
 
 def set_routers(model: nn.Module, layers: Iterable[tuple[str, Any]], plan: ExpertPlan) -> None:
-    """Apply the plan to the layers (name, module of experts). Raises ValueError for what a router cannot do."""
+    """Apply the plan to layers (name, module of experts). Raises ValueError for settings that a router does not support."""
     values = _values(plan)
     if not values and plan.balance_rate is None:
         return
@@ -63,7 +63,7 @@ def set_routers(model: nn.Module, layers: Iterable[tuple[str, Any]], plan: Exper
         layer = model.get_submodule(name.rpartition(".")[0])
         if isinstance(layer, MoE):
             _set_ours(name, layer, values, plan.balance_rate)
-        elif not isinstance(experts, Experts):  # transformers', or a list
+        elif not isinstance(experts, Experts):  # transformers' module, or a list
             _set_theirs(name, layer, experts, values, config)
             _balance(name, layer, experts, plan.balance_rate)
         else:
@@ -73,7 +73,7 @@ def set_routers(model: nn.Module, layers: Iterable[tuple[str, Any]], plan: Exper
     for key, value in values.items():
         if hasattr(config, name := _SETTINGS[key].config):
             setattr(config, name, value)
-    if "top_k" in values and hasattr(model, "num_experts_per_tok"):  # for its auxiliary loss
+    if "top_k" in values and hasattr(model, "num_experts_per_tok"):  # its auxiliary loss reads it
         vars(model)["num_experts_per_tok"] = values["top_k"]
 
 
@@ -82,7 +82,7 @@ def _values(plan: ExpertPlan) -> dict[str, Any]:
 
 
 def keys_of_routers(plan: ExpertPlan) -> str:
-    """The keys of the config that set routers; "" for none."""
+    """The config keys that set routers; "" for none."""
     names = [*_values(plan), *([] if plan.balance_rate is None else ["load_balance_coeff"])]
     return ", ".join(f"expert_parallel.{name}" for name in names)
 
@@ -107,7 +107,7 @@ def _set_theirs(name: str, layer: nn.Module, experts: Any, values: Mapping[str, 
         setting = _SETTINGS[key]
         holders = [(part, attribute) for part in parts for attribute in setting.theirs if attribute in vars(part)]
         if "group" in key and any(getattr(part, "topk_method", "") == "greedy" for part in parts):
-            holders = []  # the router does not look at groups
+            holders = []  # the router ignores groups
         for part, attribute in holders:
             setattr(part, attribute, value)
         if not holders and value != (fixed := _fixed(key, parts, config)):
@@ -129,7 +129,7 @@ def _value(setting: _Setting, parts: Iterable[nn.Module]) -> Any:
 
 
 def _fixed(key: str, parts: Iterable[nn.Module], config: Any) -> Any:
-    """What a router without the setting does; None: not known."""
+    """The fixed value of a router without the setting; None: unknown."""
     if key == "score_func":
         return "sigmoid" if any(hasattr(part, _BIAS) for part in parts) else "softmax"
     if key == "route_norm":

@@ -1,11 +1,11 @@
 """`ExpertStack`: equal modules as one, whose parameters have a leading dimension of experts.
 
-A checkpoint has the whole stack, so any number of expert-parallel ranks reads it.
+A checkpoint has the whole stack, so any number of expert-parallel ranks can read it.
 
-An expert whose parameters are those of linear layers computes the rows of all experts at once: its linear layers become
-`GroupedLinear`, and what stands between them (activations, dropout, products) must treat each row by itself, as an expert that gets
-tokens in no certain order has to. Any other module runs once for each expert, on the expert's rows: one with other parameters, or
-whose linear layers are given other rows than it is (a row cut into parts, say), which the first forward tries with one row.
+If all parameters of an expert belong to linear layers, it computes the rows of all experts at once: its linear layers become
+`GroupedLinear`, and what stands between them (activations, dropout, products) must treat each row independently, because an expert
+gets tokens in no certain order. Any other module runs once per expert, on the expert's rows: a module with other parameters, or
+whose linear layers get other rows than it does (for instance a row cut into parts), which the first forward tries with one row.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from slipstream.zero.leaves import mark_stack
 
 
 class ExpertStack(nn.Module):
-    """`num_experts` copies of a module, or what a callable builds so often.
+    """`num_experts` copies of a module, or that many modules that a callable builds.
 
-    Raises ValueError for an expert without parameters, with buffers that a checkpoint has, or if the callable's modules differ.
+    Raises ValueError for an expert without parameters, with persistent buffers, or if the callable's modules differ.
     """
 
     def __init__(self, expert: nn.Module | Callable[[], nn.Module], num_experts: int) -> None:
@@ -59,7 +59,7 @@ class ExpertStack(nn.Module):
 
     @property
     def num_local(self) -> int:
-        """The experts that this rank has."""
+        """The number of experts that this rank has."""
         return len(next(self.parameters()))
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -68,10 +68,10 @@ class ExpertStack(nn.Module):
             self._try(rows)
         self._count(counts if self.is_grouped else None)
         if self.is_grouped:
-            return first_of(self.expert(rows))  # Megatron's layers return their bias beside it
+            return first_of(self.expert(rows))  # Megatron's layers also return their bias
         each = {name: self.expert.get_parameter(name).unbind(0) for name in self.names}
         outs = []
-        for i, part in enumerate(rows.split(list(counts))):  # experts without rows too: their gradients are zeros
+        for i, part in enumerate(rows.split(list(counts))):  # also experts without rows: their gradients are zeros
             outs.append(first_of(functional_call(self.expert, {name: values[i] for name, values in each.items()}, (part,))))
         return torch.cat(outs)
 
@@ -82,7 +82,7 @@ class ExpertStack(nn.Module):
 
     @torch.no_grad()
     def _try(self, rows: Tensor) -> None:
-        """See by one row whether the expert computes the rows of all experts at once, and returns what it has to."""
+        """Test with one row whether the expert can compute all experts' rows at once, and returns as many features."""
         self.is_tried = True
         row, counts = rows.new_zeros(1, *rows.shape[1:]), [1] + [0] * (self.num_local - 1)
         with torch.random.fork_rng([rows.device] if rows.is_cuda else []):
@@ -102,7 +102,7 @@ class ExpertStack(nn.Module):
 
 
 def _mark_as(stacked: nn.Parameter, param: nn.Parameter) -> None:
-    """Give a stack what was set on a parameter: Megatron's `partition_dim` is one further in it, or marks of the user's own."""
+    """Copy marks from a parameter to its stack: Megatron's `partition_dim`, which is one more there, or the user's own."""
     vars(stacked).update({name: value for name, value in vars(param).items() if not name.startswith("_")})
     if any(getattr(param, mark, False) for mark in MARKS):
         vars(stacked).update(partition_dim=max(getattr(param, "partition_dim", 0), 0) + 1)

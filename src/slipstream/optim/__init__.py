@@ -1,7 +1,7 @@
 """Optimizers that torch does not have, and the lookup of an optimizer class by its name in the JSON.
 
 These are ordinary `torch.optim.Optimizer`s, unaware of ranks and shards. The engine passes ranges of a flat buffer to an
-elementwise optimizer (`is_elementwise`), and whole tensors, each owned by one rank, to every other.
+elementwise optimizer (`is_elementwise`), and whole tensors, each owned by one rank, to any other.
 """
 
 from slipstream.optim.loop import Lamb, Lion

@@ -18,8 +18,8 @@ from slipstream.zero.leaves import cuts_of_tensors, is_stack
 
 
 class OptimizerCase:
-    """A plan and the optimizer that updates its states, for the rows below. rule: its native kernel, if it has one. added: what a
-    surgery adds to its parameters."""
+    """A plan and the optimizer that updates its states, for the rows below. rule: its native kernel, if any. added: parameters that
+    a surgery adds."""
 
     def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None, added: Iterable[Tensor] = ()) -> None:
         self.offload, self.precision, self.rule, self.name = plan.offload, plan.precision, rule, type(optimizer).__name__
@@ -140,6 +140,6 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def refuse(plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None, added: Iterable[Tensor] = ()) -> None:
-    """Raise ValueError if the optimizer does not support a setting of the plan. added: further parameters of it."""
+    """Raise ValueError if the optimizer does not support a setting of the plan. added: its further parameters."""
     for text in matching(REFUSALS, OptimizerCase(plan, optimizer, rule, added)):
         raise ValueError(text)

@@ -1,4 +1,4 @@
-"""Lion and LAMB, and what they share with Muon and the 1-bit optimizers: a loop over parameters, and a rule's update of one."""
+"""Lion and LAMB, and code shared with Muon and the 1-bit optimizers: a loop over parameters, and a rule's update of one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Update = Callable[[dict[str, Any], Tensor, Tensor, dict[str, Any]], None]
 
 
 def checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group. Raises ValueError for rates below 0, and for betas and bounds of trust ratios that cannot be."""
+    """The options of a group. Raises ValueError for negative rates, and for invalid betas and bounds of trust ratios."""
     rates = {key: options[key] for key in ("lr", "weight_decay", "eps") if key in options}
     if any(rate < 0 for rate in rates.values()):
         raise ValueError(f"{name}: {', '.join(f'{key} ({rate})' for key, rate in rates.items())} must not be negative")
@@ -55,7 +55,7 @@ def step_each(optimizer: Optimizer, closure: Callable[[], float] | None, update:
 
 
 def step_by_rule(rule: Rule, state: dict[str, Any], param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-    """Step one parameter with an optimizer's state of it. The state is fp32, and made in the first step.
+    """Step one parameter, with its optimizer state. The state is fp32, and is created in the first step.
 
     Raises ValueError unless weights and gradients are fp32, bf16 or fp16.
     """
@@ -72,7 +72,7 @@ def step_by_rule(rule: Rule, state: dict[str, Any], param: Tensor, grad: Tensor,
         rule.apply(plain_numbers(group), int(state.get("step", 0)), Arrays(tensor, gradient, states, None), 1.0, None)
     if master.data_ptr() != param.data_ptr():
         param.copy_(master.view(param.shape))
-    torch.autograd.graph.increment_version(param)  # a kernel's write does not: a backward has to see that saved weights changed
+    torch.autograd.graph.increment_version(param)  # a kernel's write does not, and a backward must see that saved weights changed
 
 
 class Lion(Optimizer):

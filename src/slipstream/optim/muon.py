@@ -117,9 +117,9 @@ def muon_groups(
     """Split parameters into groups for `Muon`: hidden matrices (`use_muon=True`) and all others (`use_muon=False`).
 
     Hidden matrices have two or more dimensions. Not hidden: vectors, matrices with a side of 1 (nothing to orthogonalize), and
-    parameters that are an embedding or a head by their name, or by any of their names if tied. `groups` are the caller's parameter
-    groups: each is split in two and keeps its options; one that already has `use_muon` stays as it is. Empty groups are dropped,
-    so pass the whole model's parameters, not one rank's.
+    parameters that are an embedding or a head by any of their names. `groups` are the caller's parameter groups: each is split in
+    two and keeps its options; a group that already has `use_muon` is unchanged. Empty groups are dropped, so pass the whole model's
+    parameters, not one rank's.
     """
     named = list(named_parameters)
     parameters = {id(param): param for _, param in named}
@@ -151,8 +151,8 @@ def as_matrices(tensor: Tensor) -> Tensor:
 def orthogonalize(matrices: Tensor, *, steps: int, method: str, dtype: torch.dtype | None = None) -> Tensor:
     """The approximate nearest semi-orthogonal matrix of each of `matrices`, by a quintic Newton-Schulz iteration.
 
-    `dtype` is that of the products and the result. The default is fp32 on CPU; on an accelerator bf16 for "standard" and fp16,
-    which has three more bits, for "gram" (all values stay near 1 after the normalization).
+    `dtype`: of the products and the result. Default: fp32 on CPU; on an accelerator bf16 for "standard", and for "gram" fp16, which
+    has three more bits (all values stay near 1 after the normalization).
     """
     if dtype is None:
         dtype = torch.float32 if matrices.device.type == "cpu" else _ITERATIONS[method][1]

@@ -29,7 +29,7 @@ from slipstream.zero.storage.store import Section, Store, section, write
 from slipstream.zero.storage.stream import StateChunk, StateUse, chunks, narrowed
 from slipstream.zero.unit import Unit
 
-_CODED = 256  # elements that share a scale if states are in 8 bits (ops.Blocks)
+_CODED = 256  # elements that share a scale in 8-bit states (ops.Blocks)
 _HASHED = 16  # elements that share random bits (ops.Stochastic)
 
 
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 class Form:
     """The storage format of a native optimizer's states."""
 
-    dtype: torch.dtype = torch.float32  # of states; int8: codes with one scale per 256
+    dtype: torch.dtype = torch.float32  # of states; int8: codes with one scale per 256 elements
     stochastic_seed: int | None = None  # None: round to nearest; else stochastic rounding of bf16 and codes
 
     @classmethod
@@ -58,22 +58,22 @@ class Form:
 
     @property
     def align(self) -> int:
-        """Parameters and shards start at multiples of so many elements, so that no block of codes is cut."""
+        """Parameters and shards start at multiples of this many elements, so that no block of codes is cut."""
         return _CODED if self.coded else ALIGN
 
     @property
     def grain(self) -> int:
-        """Elements of which a step updates all or none."""
+        """The number of elements of which a step updates all or none."""
         return _CODED if self.coded else 1 if self.stochastic_seed is None else _HASHED
 
 
 @dataclass(slots=True, kw_only=True)
 class Moments:
-    """One unit's states, and how a step walks them."""
+    """One unit's states, and the order in which a step visits them."""
 
     states: dict[str, Store]  # the rule's; in 8 bits, `MomentStore`s
     chunks: list[StateChunk]
-    slot_nbytes: int  # of a ring's buffer that the largest chunk needs
+    slot_nbytes: int  # bytes of a ring's buffer that the largest chunk needs
     runs: list[Run]  # of the current step
     due: Sequence[StateChunk] = ()  # of the current step
 
@@ -131,7 +131,7 @@ class NativeSteps(ShardedSteps):
     def begin(self, units: Sequence[Unit]) -> None:
         self._options = [rules.plain_numbers(group) for group in self.inner.param_groups]
         nbytes = max((self.moments(unit).slot_nbytes for unit in units), default=0)
-        for unit in units:  # only after `moments` has made the states: those may set step counts
+        for unit in units:  # only after `moments` has made the states, which may set step counts
             moments = self.moments(unit)
             moments.runs, moments.due = list(self._runs_of(unit)), moments.chunks
             if self.rest is not None:
@@ -141,7 +141,7 @@ class NativeSteps(ShardedSteps):
         if self.ring is not None:
             self.ring.since = self.homes.now()
         for piece in self.pieces(units):
-            if self.due(piece) or (is_stack(piece.param) and piece.param.requires_grad):  # the tensors of a stack share a count
+            if self.due(piece) or (is_stack(piece.param) and piece.param.requires_grad):  # tensors of a stack share a step count
                 piece.step += 1
         self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check that the optimizer stepped first
 
@@ -171,7 +171,7 @@ class NativeSteps(ShardedSteps):
             yield run
 
     def _parts(self, piece: UpdatePiece) -> Iterator[Span]:
-        """What a step updates of a piece, with the padding after it; each tensor of a stack if the rule needs whole tensors."""
+        """The spans of a piece that a step updates, with the padding after it; each tensor of a stack if the rule needs wholes."""
         align = self.form.align
         for start, stop in self.due(piece):
             if not (self.rule.is_whole and is_stack(piece.param)):
@@ -187,7 +187,7 @@ class NativeSteps(ShardedSteps):
 
     def step(self, unit: Unit, chunk: StateChunk, scale: float) -> None:
         master, grads, weights = chunk.tensors["master"], chunk.tensors["grads"], chunk.tensors.get("out")
-        is_buffer = chunk.slot is not None  # `weights` is then a ring buffer that holds other chunks' weights
+        is_buffer = chunk.slot is not None  # then `weights` is a ring buffer, which holds other chunks' weights
         done = 0
         for start, stop, group, step, axes in self._moments[unit].runs:
             a, b = max(start, chunk.start) - chunk.start, min(stop, chunk.stop) - chunk.start
@@ -205,7 +205,6 @@ class NativeSteps(ShardedSteps):
             weights[done:].copy_(master[done:])
 
     def options_of(self, unit: Unit, index: int, step: int) -> Mapping[str, Any]:
-        """The options of a group for its step number `step`."""
         return self._options[index]
 
     def _states(self, unit: Unit, chunk: StateChunk, a: int, b: int) -> list[Tensor | Blocks]:
@@ -243,9 +242,9 @@ def cut(homes: Homes, states: Mapping[str, Store], master: Store, grads: Store, 
 
 
 class MomentStore(Store):
-    """An 8-bit state; for checkpoints and `optimizer_state` in fp32: decodes reads and encodes writes.
+    """An 8-bit state. Checkpoints and `optimizer_state` see fp32: reads decode, writes encode.
 
-    The scales are always in memory, with the codes or on the host: 1/64 byte per element.
+    The scales are always in memory, beside the codes or on the host: 1/64 byte per element.
     """
 
     dtype = torch.float32

@@ -1,34 +1,34 @@
 """1-bit Adam (Tang et al. 2021, arXiv 2102.02888) and 0/1 Adam (Lu et al. 2022, arXiv 2202.06009): momentum as signs.
 
-Where the variance is frozen (1-bit Adam: after `freeze_step`; 0/1 Adam: between its variance steps), the update is linear in
+While the variance is frozen (1-bit Adam: after `freeze_step`; 0/1 Adam: between its variance steps), the update is linear in
 the gradients, and ranks exchange signs with error feedback:
 
-    x_i = beta1 * p + (1 - beta1) * g_i / (sqrt(v_hat) + eps) + e_i      rank i's share, with what its signs have lost before
-    p   = signs of (the mean over ranks of the signs of x_i, + e_s)       each rank is the server of an even span
-    w   = w - lr * (p / (1 - beta1^t) + weight_decay * w)
+        x_i = beta1 * p + (1 - beta1) * g_i / (sqrt(v_hat) + eps) + e_i      rank i's share, with the error of its earlier signs
+        p   = signs of (the mean over ranks of the signs of x_i, + e_s)       each rank is the server of an even span
+        w   = w - lr * (p / (1 - beta1^t) + weight_decay * w)
 
-The paper compresses m; p is m / (sqrt(v_hat) + eps). As v is frozen both are the same recursion, but the elements of p have one
+The paper compresses m; p is m / (sqrt(v_hat) + eps). While v is frozen both are the same recursion, but the elements of p have one
 order of magnitude, and those of m do not: with one scale for many, an element of small variance gets a step many times too long.
 An element whose v is 0 (a row never used) is not stepped at all; the paper's update would be +-scale / eps.
 
-A variance that stands still is soon wrong, as gradients shrink while a model learns (on a Llama of 4.7M parameters, freezing it
+A frozen variance is soon wrong, because gradients shrink while a model learns (on a Llama of 4.7M parameters, freezing it
 after 90 of 600 steps costs AdamW 6.8 % of its loss, and the signs 1.1 %). So ranks measure by how much: a parameter's level is the
-average over steps of the mean square of g_i / (sqrt(v_hat) + eps), and its learning rate is divided by the root of what the level
-has become since the first WINDOW steps. A sample of elements is enough.
+average over steps of the mean square of g_i / (sqrt(v_hat) + eps). Its learning rate is divided by the square root of the level's
+growth since the first WINDOW steps. A sample of elements is enough.
 
-[Note: Local steps] After `var_freeze_step` 0/1 Adam exchanges only every H steps. Between, rank i steps its own p_i and weights:
+[Note: Local steps] After `var_freeze_step` 0/1 Adam exchanges only every H steps. In between, rank i steps its own p_i and weights:
 
     p_i = beta1 * p_i + (1 - beta1) * g_i / (sqrt(v_hat) + eps)
     k   = 1 - lr * weight_decay;  r = lr / (1 - beta1^t);  u_i = k * u_i + r * p_i;  R = k * R + r;  K = k * K
     w_i = K * w - u_i                                       w: the weights after the last exchange, equal on all ranks
 
-An exchange sends x_i = u_i / R + e_i, a mean of p_i; then p_i = p and w = K * w - R * p on every rank. With
-H = 1 it is the recursion above. Parameters that are not compressed take AdamW steps of their own, and an exchange averages them.
+An exchange sends x_i = u_i / R + e_i, a mean of p_i; then p_i = p and w = K * w - R * p on every rank. H = 1 gives the recursion
+above. Parameters that are not compressed take AdamW steps of their own, and an exchange averages them.
 
-late    the optimizer of a step needs the ranks' own gradients: they stay in `local` until the verdict, which needs their norm, the
+late    the step's optimizer needs the ranks' own gradients: they stay in `local` until the verdict, which needs their norm, the
         root of the mean over ranks of |g_i|^2
-frozen  what a unit has from then on: the preconditioner and the compensated values of the whole unit on every rank
-stale   frozen units whose momentum is that of the dense states again, because a variance step has come
+frozen  a unit's data after freezing: the preconditioner and the compensated values of the whole unit on every rank
+stale   frozen units whose momentum is in the dense states again, because a variance step is due
 apart   units of a local step that are not compressed
 """
 
@@ -60,21 +60,21 @@ from slipstream.zero.unit import Unit
 
 log = logging.getLogger(__name__)
 
-WINDOW = 20  # steps after which a parameter's level is the one that others are compared with
-SAMPLE = 65536  # elements of a parameter whose gradients are measured in a step
+WINDOW = 20  # steps after which a parameter's level becomes the reference
+SAMPLE = 65536  # elements per parameter whose gradients a step measures
 _LEVELS = {"value": "level", "reference": "reference", "last": "last_factor"}  # names of a parameter's levels in its state
 
 
 class OneBitOptimizer(Optimizer):
-    """The base of 1-bit optimizers, and what they tell by DeepSpeed's names."""
+    """The base of 1-bit optimizers, with the facts that they report by DeepSpeed's names."""
 
-    script_options = ("exp_avg_mask",)  # of a group: never saved, because a script's masks follow its model
-    engine_steps: OneBitSteps | None = None  # of the engine that steps it
+    script_options = ("exp_avg_mask",)  # group options that are never saved: a script's masks follow its model
+    engine_steps: OneBitSteps | None = None  # set by the engine that steps the optimizer
 
     @staticmethod
     @abstractmethod
     def rounds(group: Mapping[str, Any]) -> Rounds:
-        """When ranks communicate, by the options of a group."""
+        """When ranks communicate, from a group's options."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         return step_each(self, closure, partial(step_alone, rounds=rounds_of(self)))
@@ -85,19 +85,19 @@ class OneBitOptimizer(Optimizer):
 
     @property
     def adam_freeze_key(self) -> bool:
-        """Whether the next step has the variance of earlier ones."""
+        """Whether the next step uses a frozen variance."""
         alone = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
         steps = self.engine_steps
         return (alone if steps is None else steps.done or 0) >= self.freeze_step
 
     @property
     def worker_errors(self) -> list[Tensor]:
-        """What this rank's signs have lost and the next exchange adds: fp32 [elements] of each frozen unit."""
+        """The error of this rank's signs, which the next exchange adds: fp32 [elements] of each frozen unit."""
         return [onebit.error(own.y, own.scales, own.inverse) for own in self._frozen.values()]
 
     @property
     def server_errors(self) -> list[Tensor]:
-        """What the signs of the means have lost: fp32, of each frozen unit the span that this rank serves."""
+        """The error of the means' signs: fp32, for each frozen unit the span that this rank serves."""
         return [onebit.error(own.server, own.server_scales, own.inverse[_served(unit)]) for unit, own in self._frozen.items()]
 
     @property
@@ -108,8 +108,8 @@ class OneBitOptimizer(Optimizer):
 class OneBitAdam(OneBitOptimizer):
     """AdamW until `freeze_step`, then momentum with the variance of that step. Inside an engine, ranks then exchange signs.
 
-    A group with `non_freeze: True` stays AdamW, as embeddings do. `exp_avg_mask` of a group, of 0 and 1, of its parameters' shape
-    or 1-D: elements that are 0 are not stepped after `freeze_step` (positions that never have gradients).
+    A group with `non_freeze: True` stays AdamW, as embeddings do. A group's `exp_avg_mask`, of 0 and 1, in its parameters' shape or
+    1-D: elements with 0 are not stepped after `freeze_step` (positions that never have gradients).
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class OneBitAdam(OneBitOptimizer):
 
 
 class ZeroOneAdam(OneBitOptimizer):
-    """AdamW whose variance is updated in few steps. Inside an engine, ranks exchange signs in the others, and at last not in all.
+    """AdamW that updates its variance in few steps. Inside an engine, ranks exchange signs in the other steps, later only in some.
 
-    The first `var_update_scaler` steps update the variance, then so many every 2nd step, every 4th, and so on, and none after
-    `var_freeze_step`. From there signs are exchanged every step, after `local_step_scaler` steps every 2nd, after as many more
+    The first `var_update_scaler` steps update the variance, then as many every 2nd step, every 4th, and so on, and none after
+    `var_freeze_step`. From then on, signs are exchanged every step, after `local_step_scaler` steps every 2nd, after as many more
     every 4th, and so on up to every `local_step_clipper`-th ([Note: Local steps]). Groups have the options of `OneBitAdam`'s.
     """
 
@@ -167,7 +167,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
 
 def defaults(name: str, common: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
-    """The options of a group. Raises ValueError for values that cannot be."""
+    """The options of a group. Raises ValueError for invalid values."""
     for key, value in counts.items():
         if int(value) != value or value < 1:
             why = "the variance needs at least one step before it is frozen" if "freeze" in key else "it counts steps, from 1"
@@ -177,18 +177,18 @@ def defaults(name: str, common: dict[str, Any], counts: dict[str, int]) -> dict[
 
 
 def all_rounds(optimizer: Optimizer) -> list[Rounds]:
-    """When an optimizer whose rule is `late` communicates, as each group that is compressed says; else as the first group does."""
+    """When an optimizer with a `late` rule communicates, for each compressed group; without any, for the first group."""
     groups = [group for group in optimizer.param_groups if not group.get("non_freeze")] or optimizer.param_groups[:1]
     return [cast(Any, optimizer).rounds(group) for group in groups]
 
 
 def rounds_of(optimizer: Optimizer) -> Rounds:
-    """The rounds of all groups: optim/fit.py refuses others."""
+    """The rounds of all groups; optim/fit.py refuses groups with different ones."""
     return all_rounds(optimizer)[0]
 
 
 def step_alone(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any], rounds: Rounds) -> None:
-    """One parameter on one rank, whose exchange is exact."""
+    """Step one parameter on one rank, whose exchange is exact."""
     if not state:
         zeros = torch.zeros_like(param, dtype=torch.float32)
         state.update(step=torch.zeros(()), exp_avg=zeros, exp_avg_sq=zeros.clone())
@@ -212,7 +212,7 @@ def step_alone(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[s
 
 
 def preconditioner(variance: Tensor, group: dict[str, Any], step: int, *, frozen: bool) -> Tensor:
-    """1 / (sqrt(v_hat) + eps) of the variance after `step` steps; if it is frozen, 0 where v is 0 or the group's mask is."""
+    """1 / (sqrt(v_hat) + eps) of the variance after `step` steps. If it is frozen: 0 where v or the group's mask is 0."""
     corrected = variance / (1 - group["betas"][1] ** step) if group["bias_correction"] else variance
     inverse = 1 / (corrected.sqrt() + group["eps"])
     if frozen:
@@ -229,20 +229,20 @@ class Levels:
 
     value: Tensor
     reference: Tensor  # after WINDOW steps
-    last: Tensor  # the rates of the last step
-    limits: tuple[Tensor, Tensor, Tensor] | None  # of rates: the least, the largest, and the largest change, as a share
+    last: Tensor  # the rate factors of the last step
+    limits: tuple[Tensor, Tensor, Tensor] | None  # of rate factors: smallest, largest, largest relative change
     count: int = 0
 
     @classmethod
     def of(cls, groups: Sequence[Mapping[str, Any]]) -> Levels:
-        """groups: of each parameter; `factor_min`, `factor_max` and `factor_threshold` limit its rates (1-bit LAMB)."""
+        """groups: of each parameter; `factor_min`, `factor_max` and `factor_threshold` limit its rate factors (1-bit LAMB)"""
         zeros = torch.zeros(len(groups), dtype=torch.float64)
         limited, names = bool(groups) and "factor_min" in groups[0], ("factor_min", "factor_max", "factor_threshold")
         limits = [torch.tensor([group[name] for group in groups], dtype=torch.float64) for name in names] if limited else None
         return cls(zeros, zeros.clone(), torch.ones_like(zeros), None if limits is None else (limits[0], limits[1], limits[2]))
 
     def add(self, now: Tensor, beta: Tensor) -> None:
-        """Count a step's mean squares; the first steps are averaged evenly."""
+        """Add a step's mean squares; the first steps are averaged evenly."""
         self.count += 1
         self.value += (now - self.value) * (1 - beta).clamp_min(1 / self.count)
         if self.count <= WINDOW:
@@ -255,13 +255,12 @@ class Levels:
         self.last.copy_(rates)
 
     def rates(self) -> Tensor:
-        """The factors of the learning rates."""
         return self.last.clone()
 
 
 @dataclass(slots=True, kw_only=True)
 class Frozen:
-    """A unit after its variance was frozen. Arrays of the whole unit, but the server's, which are this rank's span of it."""
+    """A unit after its variance was frozen. Arrays cover the whole unit, except the server's, which cover this rank's span."""
 
     inverse: Tensor
     partly: Tensor
@@ -272,8 +271,8 @@ class Frozen:
     server_scales: Tensor
     own: Tensor  # the server's records
     levels: Levels  # of the unit's parameters
-    folded: Tensor  # the rates that the stored variance has
-    masks: list[tuple[Tensor | None, int]]  # that `inverse` has
+    folded: Tensor  # the rate factors that the stored variance includes
+    masks: list[tuple[Tensor | None, int]]  # the masks that `inverse` includes
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.inverse, self.partly, self.y, self.scales, self.wire.tensor, self.server, self.server_scales, self.own)
@@ -281,27 +280,27 @@ class Frozen:
 
 @dataclass(slots=True, kw_only=True)
 class Local:
-    """A unit between two exchanges ([Note: Local steps]). Arrays of the whole unit."""
+    """A unit between two exchanges ([Note: Local steps]). Arrays cover the whole unit."""
 
     w: Tensor
     p: Tensor
     u: Tensor
-    sums: dict[int, tuple[float, float]] = field(default_factory=dict)  # of each parameter: K, R
+    sums: dict[int, tuple[float, float]] = field(default_factory=dict)  # parameter -> (K, R)
 
 
 class OneBitSteps(NativeSteps):
     """Steps units by their native rule until they are frozen, then by exchanged signs."""
 
     def __init__(self, inner: Optimizer, units: Sequence[Unit], *others: Any, **options: Any) -> None:
-        # steps that were taken before the first of a unit's latest parameter, once known
+        # steps taken before the first step of a unit's latest parameter, once known
         self._lags: dict[Unit, int] = {}
         super().__init__(inner, units, *others, **options)  # adds the units
         cast(OneBitOptimizer, inner).engine_steps = self
         self.frozen: dict[Unit, Frozen] = {}
-        self.done: int | None = None  # steps; None: the ranks have not compared theirs since they loaded
-        self.shares: dict[Unit, float] = {}  # the factors from the sums of local gradients to this rank's mean gradient
+        self.done: int | None = None  # steps; None: the ranks have not compared theirs since loading
+        self.shares: dict[Unit, float] = {}  # factors from sums of local gradients to this rank's mean gradient
         self._trained: dict[Unit, list[bool]] = {}  # the parameters that had gradients when `_lags` was found
-        self.errors: dict[Unit, Store] = {}  # by `expose` or loaded: the means over ranks, in this rank's optimizer span
+        self.errors: dict[Unit, Store] = {}  # set by `expose` or a load: the means over ranks, in this rank's optimizer span
         self.local: dict[Unit, Local] = {}
         self._round, self._late, self._apart = Round.DENSE, set[Unit](), set[Unit]()  # of this step
         self._stale: set[Unit] = set()
@@ -356,7 +355,7 @@ class OneBitSteps(NativeSteps):
             self.errors.setdefault(unit, unit.homes.state(unit.master.numel, torch.float32)).put(0, error[own])
 
     def synchronize(self, units: Iterable[Unit]) -> None:
-        """Give all ranks the same weights again, if these units have stepped locally. Collective."""
+        """Make the weights equal on all ranks, if these units have stepped locally. Collective."""
         units = list(units)
         pending = [unit for unit in units if unit in self.local]
         self._swap(pending, 1.0)
@@ -373,12 +372,12 @@ class OneBitSteps(NativeSteps):
             unit.out.put(0, unit.master.whole())
 
     def _thaw(self, unit: Unit, rates: Tensor) -> None:
-        """Write the momentum to the state `exp_avg`, unless it is there, and the rates into `exp_avg_sq`."""
+        """Write the momentum to the state `exp_avg`, unless it is there, and the rate factors into `exp_avg_sq`."""
         frozen, own = self.frozen[unit], slice(*unit.optim_span)
         if unit not in self._stale:
             p = torch.where(frozen.inverse > 0, onebit.decode(frozen.wire.tensor) / frozen.inverse, 0.0)
             self.moments(unit).states["exp_avg"].put(0, p[own])
-        for piece in self.pieces([unit]):  # the variance that the steps are equal to
+        for piece in self.pieces([unit]):  # the variance that corresponds to the steps
             part = self.states(piece)["exp_avg_sq"]
             write(part, read(part) * float(frozen.folded[piece.i] / rates[piece.i]) ** 2)
         frozen.folded = rates
@@ -413,7 +412,7 @@ class OneBitSteps(NativeSteps):
 
     def keeps_local(self, unit: Unit, alpha: float) -> bool:
         done, trained = self.done or 0, [param.requires_grad for param in unit.params]
-        # one exchange of each unit, since stages may have their units in other orders
+        # exchange unit by unit, because stages may have their units in other orders
         if unit not in self._lags or trained != self._trained[unit]:
             own = max((piece.step for piece in self.pieces()), default=0)  # a rank may own no piece
             least = min((piece.step for piece in self.pieces([unit]) if piece.param.requires_grad), default=math.inf)
@@ -435,11 +434,11 @@ class OneBitSteps(NativeSteps):
         return True
 
     def _is_young(self, unit: Unit) -> bool:
-        """Whether a unit is still to train with dense gradients, because its first step was later than the other units'."""
+        """Whether a unit still trains with dense gradients, because its first step came later than the other units'."""
         return self._lags[unit] > 0 and (self.done or 0) - self._lags[unit] < rounds_of(self.inner).first
 
     def _updates(self, unit: Unit, done: int) -> int:
-        """The updates of a unit's variance within the first `done` steps of its own."""
+        """The number of updates of a unit's variance within its first `done` steps."""
         rounds, lag = rounds_of(self.inner), self._lags.get(unit, 0)
         return done if done <= rounds.first else rounds.first + rounds.dense(done + lag) - rounds.dense(rounds.first + lag)
 
@@ -491,7 +490,7 @@ class OneBitSteps(NativeSteps):
             kept.clear()
 
     def _freeze(self, unit: Unit) -> Tensor:
-        """Freeze the unit, or freeze it again with the errors that it has; returns p of the whole unit. Collective."""
+        """Freeze the unit, or freeze it again with its current errors; returns p of the whole unit. Collective."""
         before, errors, count = self.frozen.get(unit), self.errors.pop(unit, None), unit.layout.numel // onebit.BLOCK
         if before is not None:
             self._thaw(unit, torch.ones_like(before.folded))
@@ -531,7 +530,7 @@ class OneBitSteps(NativeSteps):
         return m * inverse
 
     def _step_locally(self, unit: Unit, p: Tensor | None, scale: float) -> None:
-        """A step of p, u, R and K. p: its start, if it is not what the last exchange gave."""
+        """Step p, u, R and K locally. p: its start, if it is not the last exchange's."""
         frozen, grads = self.frozen[unit], unit.memory.unreduced
         if unit not in self.local:
             p = torch.where(frozen.inverse > 0, onebit.decode(frozen.wire.tensor), 0.0) if p is None else p
@@ -560,11 +559,11 @@ class OneBitSteps(NativeSteps):
                 self.frozen[unit].levels.add(mean, beta)
 
     def _groups_of(self, unit: Unit) -> list[dict[str, Any]]:
-        """The group of each parameter; the first one for a parameter without."""
+        """The group of each parameter; the first group for a parameter without one."""
         return [self.inner.param_groups[index or 0] for index in self.members[unit].groups]
 
     def _mean_squares(self, unit: Unit, scale: float) -> Tensor:
-        """fp64 [parameters], of this rank's preconditioned gradients; another sample in each step."""
+        """fp64 [parameters]: mean squares of this rank's preconditioned gradients, on another sample in each step."""
         frozen, local = self.frozen[unit], unit.memory.unreduced
         means = torch.zeros(len(unit.params), dtype=torch.float64)
         for i, slot in enumerate(unit.layout.slots):
@@ -604,7 +603,7 @@ class OneBitSteps(NativeSteps):
         return unit.comms.dp.all_gather(frozen.wire, cuts)
 
     def _spans(self, unit: Unit) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """The unit's trainable parameters: number, group and span, whole blocks."""
+        """The unit's trainable parameters: index, group, and span in whole blocks."""
         for i, (slot, group, param) in enumerate(zip(unit.layout.slots, self.members[unit].groups, unit.params, strict=True)):
             if group is not None and param.requires_grad and slot.numel:
                 yield i, group, (slot.offset, slot.offset + -(-slot.numel // onebit.BLOCK) * onebit.BLOCK)
@@ -613,7 +612,7 @@ class OneBitSteps(NativeSteps):
         group, count = self._options[index], self._updates(unit, step)
         if count == step or not group["bias_correction"] or kind_of(unit.model_params[0]):
             return group
-        # The variance has had `count` of the `step` updates, and the kernel corrects both moments by one number
+        # The variance has had `count` of the `step` updates, but the kernel corrects both moments by one number
         root, first = math.sqrt(1 - group["betas"][1] ** count), 1 - group["betas"][0] ** step
         scaled = {
             "lr": group["lr"] * root / first,
@@ -631,7 +630,7 @@ class OneBitSteps(NativeSteps):
             self._average_weights(unit)
 
     def _land(self, unit: Unit, master: Tensor, out: Tensor | None, *, is_exchanged: bool) -> None:
-        """Step the masters, and the weights, by what was exchanged or, between exchanges, by this rank's own p."""
+        """Step masters and weights by what was exchanged or, between exchanges, by this rank's own p."""
         frozen, local, first = self.frozen[unit], self.local.get(unit), unit.optim_span[0]
         rates = frozen.levels.rates().tolist()
         for piece in self.pieces([unit]):
@@ -655,12 +654,12 @@ class OneBitSteps(NativeSteps):
             self.local.pop(unit, None)
 
     def group_of(self, piece: UpdatePiece) -> Mapping[str, Any]:
-        """The options of a tensor in this rank's span, in a step that is exchanged."""
+        """A tensor's options in this rank's span, in a step with an exchange."""
         return self._options[piece.group]
 
 
 def _server_cuts(unit: Unit) -> list[int]:
-    """The spans whose signs each rank adds: even ones, also where optimizer spans are not, because they hold whole parameters."""
+    """The spans whose signs each rank sums: even ones, although optimizer spans that hold whole parameters are not."""
     blocks, ranks = unit.layout.numel // onebit.BLOCK, unit.comms.dp.size
     return [blocks * i // ranks * onebit.BLOCK for i in range(ranks + 1)]
 
@@ -674,7 +673,7 @@ def _record_cuts(unit: Unit) -> list[int]:
 
 
 def _rates(group: Mapping[str, Any], step: int, factor: float) -> tuple[float, float]:
-    """What a step multiplies weights with, and p before it is subtracted. factor: of the learning rate."""
+    """The factor of the weights in a step, and the factor of p, which is subtracted. factor: of the learning rate."""
     rate = factor * group["lr"] / (1 - group["betas"][0] ** step if group["bias_correction"] else 1)
     return 1 - group["lr"] * group["weight_decay"], rate
 
@@ -689,7 +688,7 @@ def _average(store: Store, comm: Comm) -> None:
 def mark_uncompressed(model: torch.nn.Module, optimizer: Optimizer) -> None:
     """Mark parameters whose gradients are never compressed: embeddings, of which a batch uses few rows, and `non_freeze` groups.
 
-    The sign of a row that was not used is noise: a whole embedding would move in each step.
+    The sign of an unused row is noise, so a whole embedding would move in each step.
     """
     embeddings = mark_rows(model)
     for group in optimizer.param_groups:

@@ -1,16 +1,16 @@
 """1-bit LAMB (Li et al. 2021, arXiv 2104.06069): LAMB until `freeze_step`, then exchanged signs and frozen norms of updates.
 
-    n = coeff_beta * n + (1 - coeff_beta) / |u|                     until `freeze_step`, u: LAMB's update of a tensor
-    w = w - lr * c * (f * p / (1 - beta1^t) + weight_decay * w)     after it, with c = clamp(|w| * n, min_coeff, max_coeff)
+        n = coeff_beta * n + (1 - coeff_beta) / |u|                     until `freeze_step`, u: LAMB's update of a tensor
+        w = w - lr * c * (f * p / (1 - beta1^t) + weight_decay * w)     afterwards, with c = clamp(|w| * n, min_coeff, max_coeff)
 
-p is that of optim/onebit.py, and f the factor of its levels, the root of what the mean squares of preconditioned gradients have
-become since the freeze: clamped to [factor_min, factor_max], and changed by at most `factor_threshold` of itself in a step. The
-paper takes the largest ratio of any element's variances, and reconstructs the new one from the difference of exchanged momenta,
-in which the error of the signs is 1 / (1 - beta1) times larger; levels are measured on the ranks' own gradients. And it freezes
-the whole trust ratio |w| / |u|; |w| is known in each step.
+    p is that of optim/onebit.py. f is the factor of its levels: the square root of the growth of the preconditioned gradients' mean
+    squares since the freeze, clamped to [factor_min, factor_max], with a relative change of at most `factor_threshold` per step.
+    The paper takes the largest ratio of any element's variances, and reconstructs the new variance from the difference of exchanged
+    momenta, in which the signs' error is 1 / (1 - beta1) times larger; levels are measured on the ranks' own gradients. It also
+    freezes the whole trust ratio |w| / |u|, although |w| is known in each step.
 
-The paper scales tensors before it exchanges signs of all of them with one scale. Here 512 elements have one, and p one order of
-magnitude, so the scaling would cancel.
+The paper scales tensors before it exchanges the signs of all of them with one scale. Here 512 elements share a scale, and p has one
+order of magnitude, so that scaling would cancel.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from slipstream.zero.unit import Unit
 NORM = "mean_inverse_norm"  # the state n
 
 
-_Recorded = tuple[float | Tensor, float | Tensor]  # a trust ratio, the square of the weights' norm
+_Recorded = tuple[float | Tensor, float | Tensor]  # (trust ratio, square of the weights' norm)
 
 
 class OneBitLamb(OneBitOptimizer):
-    """LAMB until `freeze_step`, then momentum with the variances, and the norms of updates, of the steps before. Inside an engine,
-    ranks then exchange signs. Groups have the options of `OneBitAdam`'s.
+    """LAMB until `freeze_step`, then momentum with the variances and update norms of the steps before. Inside an engine, ranks then
+    exchange signs. Groups have the options of `OneBitAdam`'s.
 
     max_coeff, min_coeff    bounds of a trust ratio
     coeff_beta              of the average of 1 / (the norm of an update)
     factor_max, factor_min  bounds of the factor of a tensor's step, which follows the size of its gradients after `freeze_step`
-    factor_threshold        by which share the factor changes in a step, at most
+    factor_threshold        the largest relative change of the factor in a step
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class OneBitLamb(OneBitOptimizer):
     lamb_freeze_key = OneBitOptimizer.adam_freeze_key
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The trust ratios of the last step, of the tensors (or parts of them) whose states are on this rank."""
+        """The trust ratios of the last step, for the tensors (or parts of them) whose states are on this rank."""
         return [float(value) for value in self.coefficients.values()]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -103,7 +103,7 @@ def _step(
     rounds: Rounds,
     coefficients: dict[Any, float | Tensor],
 ) -> None:
-    """One parameter on one rank, whose exchange is exact."""
+    """Step one parameter on one rank, whose exchange is exact."""
     if not group["non_freeze"] and int(state.get("step", 0)) >= rounds.freeze:
         ratio = coefficients[param] = _ratio(state[NORM], float(param.float().norm()), group)
         step_alone(state, param, grad, group | {"lr": group["lr"] * ratio}, rounds)
@@ -115,12 +115,12 @@ def _step(
 
 
 def _recording(rule: Rule, ratios: list[_Recorded]) -> Rule:
-    """The rule, which appends the trust ratio of each tensor."""
+    """The rule, extended to append the trust ratio of each tensor."""
     return replace(rule, kernel=partial(rules.lamb, record=ratios.append))
 
 
 def _averaged(before: float, recorded: tuple[float | Tensor, float | Tensor], group: Mapping[str, Any]) -> float:
-    """The average of 1 / |u| with one more step; 0 as long as a tensor is 0, such as a bias in the first step."""
+    """The average of 1 / |u| after one more step; 0 while a tensor is 0, such as a bias in the first step."""
     ratio, square = map(float, recorded)
     if not square:
         return before
@@ -136,8 +136,8 @@ class OneBitLambSteps(OneBitSteps):
     """Steps by LAMB, then by exchanged signs."""
 
     def __init__(self, inner: Optimizer, units: Sequence[Unit], rule: Rule, *others: Any, **options: Any) -> None:
-        self.ratios: list[_Recorded] = []  # of the tensors of the unit that was stepped last
-        self.norms: dict[tuple[Unit, int], float] = {}  # n of this rank's tensors, by their number in the unit
+        self.ratios: list[_Recorded] = []  # of the tensors of the last stepped unit
+        self.norms: dict[tuple[Unit, int], float] = {}  # (unit, index of a tensor in it) -> n, for this rank's tensors
         super().__init__(inner, units, _recording(rule, self.ratios), *others, **options)
         self.coefficients: dict[Any, float | Tensor] = {}
         cast(OneBitLamb, inner).coefficients = self.coefficients

@@ -112,7 +112,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
     options: dict[str, Any] = {}
     adam = cls is torch.optim.AdamW
     if adam or cls is Muon:
-        kwargs.pop("torch_adam", None)  # the native kernel computes what torch's class does, also of an optimizer that is passed
+        kwargs.pop("torch_adam", None)  # the native kernel computes what torch's class does, also for an optimizer object
     if adam:
         if not kwargs.pop("adam_w_mode", True) and name.lower() == "adam":
             cls = torch.optim.Adam
@@ -136,9 +136,9 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
 def is_elementwise(optimizer: type[Optimizer] | Optimizer) -> bool:
     """Whether the optimizer may run on ranges of a flat buffer ([Note: Elementwise]).
 
-    True for the elementwise ones of `torch.optim` and for a class or an object with the attribute `elementwise = True`. Set it on
-    your own optimizer if it qualifies: it saves memory and balances the load. Any other runs on whole tensors, each owned by one
-    rank, which is always correct.
+    True for the elementwise ones of `torch.optim` and for a class or object with the attribute `elementwise = True`. Set it on
+    your own optimizer if it qualifies: it saves memory and balances the load. Any other optimizer runs on whole tensors, each owned
+    by one rank, which is always correct.
     """
     declared = getattr(optimizer, "elementwise", None)
     if declared is not None:
@@ -163,7 +163,7 @@ def rule_of(optimizer: Optimizer, *, on_host: bool = False) -> rules.Rule | None
     if kind is Lion:
         return rules.LION
     on_gpu = not on_host and any(param.is_cuda for group in groups for param in group["params"])
-    if kind is Lamb and not on_gpu:  # where reading norms synchronizes
+    if kind is Lamb and not on_gpu:  # reading norms would synchronize on a GPU
         return rules.LAMB
     if kind is torch.optim.Adagrad:
         return rules.ADAGRAD
@@ -173,9 +173,9 @@ def rule_of(optimizer: Optimizer, *, on_host: bool = False) -> rules.Rule | None
 
 
 def refuse_unshardable(optimizer: Optimizer) -> None:
-    """Raises ValueError for optimizers that cannot run on shards: two of `torch.optim`, and those that swap evaluation weights.
+    """Raise ValueError for optimizers that cannot run on shards: two of `torch.optim`, and those that swap evaluation weights.
 
-    Also for our own over float64 parameters, for which they would raise in their step.
+    Also for our own optimizers over float64 parameters, which they would refuse in their step.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(f"optimizer {type(optimizer).__name__} {_REFUSED['lbfgs']}")
@@ -190,7 +190,7 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
 
 
 def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], source: str) -> None:
-    """Raises ValueError unless `function(subject, **kwargs)` can be called; for an unknown name it suggests the nearest."""
+    """Raise ValueError unless `function(subject, **kwargs)` can be called; for an unknown name it suggests the nearest."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     names = {parameter.name for parameter in parameters}
     for key in kwargs:
@@ -203,7 +203,7 @@ def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], sou
 
 
 def _check_kinds(cls: type[Optimizer], kwargs: Mapping[str, Any], source: str) -> None:
-    """Raises ValueError if an argument whose default is a number, or a tuple of numbers, has a value of another kind."""
+    """Raise ValueError if an argument whose default is a number, or a tuple of numbers, has a value of another kind."""
     for key, parameter in inspect.signature(cls).parameters.items():
         value, default = kwargs.get(key), parameter.default
         if (
@@ -248,7 +248,7 @@ _EXTRAS: dict[str, _Extra] = {
 
 @cache
 def say_no_effect(options: str) -> None:
-    """Once for each text, on the first rank: where nothing configures logging, only warnings are seen."""
+    """Log each text once, on the first rank; as a warning, because without a logging config only warnings are shown."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         log.warning("%s has no effect: the engine chooses it", options)
 

@@ -1,6 +1,6 @@
-"""When an optimizer that compresses communicates: what each of its steps sends, as a function of the step's number (from 1).
+"""When a compressing optimizer communicates: what each of its steps sends, as a function of the step's number (from 1).
 
-0/1 Adam (Lu et al. 2022, arXiv 2202.06009) updates its variance in fewer and fewer steps, and in the end exchanges signs only once
+0/1 Adam (Lu et al. 2022, arXiv 2202.06009) updates its variance in ever fewer steps, and in the end exchanges signs only once
 in several steps. 1-bit Adam is the case with a variance step in each of the first `freeze` steps and an interval of 1.
 """
 
@@ -13,7 +13,7 @@ from enum import Enum
 
 class Round(Enum):
     DENSE = "dense"  # gradients are reduced, and the variance is updated
-    SIGNS = "signs"  # the signs of what was stepped since the last round are exchanged
+    SIGNS = "signs"  # the signs of the progress since the last round are exchanged
     LOCAL = "local"  # nothing is sent: each rank steps its own weights
 
 
@@ -26,11 +26,11 @@ class Rounds:
 
     @property
     def first(self) -> int:
-        """The number of variance steps that a run begins with."""
+        """The number of consecutive variance steps at the beginning of a run."""
         return min(self.doubling or self.freeze, self.freeze)
 
     def _intervals(self) -> Iterator[tuple[int, int]]:
-        """The first variance step of each interval between them."""
+        """The first variance step of each interval, with the interval."""
         first, interval = 1, 1
         while first <= self.freeze:
             yield first, interval
@@ -45,7 +45,7 @@ class Rounds:
         return sum(min(self.doubling, (done - first) // each + 1) for first, each in self._intervals() if first <= done)
 
     def interval(self, step: int) -> int:
-        """Exchanges of signs are so many steps apart."""
+        """The number of steps between exchanges of signs."""
         return min(1 << min(max(step - self.freeze - 1, 0) // self.local_doubling, 30), self.longest)
 
     def kind(self, step: int) -> Round:

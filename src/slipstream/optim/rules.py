@@ -1,8 +1,8 @@
-"""The optimizers with native kernels (ops/optim.py): their states, and their update of a run of elements.
+"""The optimizers with native kernels (ops/optim.py): their states, and the update of a run of elements.
 
 A rule does not know where its states are stored. optim/native.py applies it to shards on any tier, optim/loop.py to parameters of
 our own torch optimizers. `rule_of` (optim/resolve.py) returns the rule for a torch optimizer whose class and options the kernels
-support; any other runs torch's own step (optim/sharded.py, TorchSteps).
+support; any other optimizer runs torch's own step (optim/sharded.py, TorchSteps).
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class Arrays(NamedTuple):
     grad: Tensor
     states: Sequence[State]
     out: Tensor | None  # the weights, if separate from the master
-    axes: Sequence[Axis] = ()  # over which the parts of this tensor are, if the rule needs norms of wholes
+    axes: Sequence[Axis] = ()  # the axes over which this tensor is a part, if the rule needs norms of wholes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One optimizer's arithmetic. `states` have torch's names; 8-bit codes of `signed` ones are int8, else uint8.
+    """One optimizer's arithmetic. `states` have torch's names. 8-bit codes of `signed` states are int8, of others uint8.
 
     A group's options are read at every step, except those in `chosen`: they selected the rule, so no group may change them.
     """
 
     kernel: Callable[..., None]  # (master, grad, *states, out, *, scale, rounding, **options), and `step` if it `counts`
-    counts: bool = True  # whether the update depends on the number of the step
-    options: tuple[str, ...]  # of a group, which the kernel has too; "betas" become beta1 and beta2
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # further options, which a group may lack
+    counts: bool = True  # whether the update depends on the step number
+    options: tuple[str, ...]  # group options that the kernel takes; "betas" become beta1 and beta2
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of further options, which a group may lack
     states: tuple[str, ...]
     signed: tuple[bool, ...]
     may_be_blocks: bool = True  # whether the kernels support 8-bit states
     chosen: Mapping[str, bool] = field(default_factory=lambda: {"amsgrad": False, "maximize": False})
-    late: bool = False  # whether it exchanges what it makes of the ranks' own gradients, which stay where they are until the step
+    late: bool = False  # whether it exchanges values made from the ranks' own gradients, which stay in place until the step
     is_whole: bool = False  # whether it needs norms of whole parameters, so that neither ranks nor chunks may cut one
 
     def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
@@ -112,7 +112,7 @@ def lamb(
     record: Callable[[Squares], None] | None = None,
     **options: Any,
 ) -> None:
-    """Both passes over one tensor. record: takes its trust ratio and the square of its weights' norm. Collective over `axes`."""
+    """Both passes over one tensor. record: gets its trust ratio and the square of its weights' norm. Collective over `axes`."""
     squares = summed(ops.lamb_update(master, grad, exp_avg, exp_avg_sq, scale=scale, **options), axes)
     ratio = trust_ratio(*squares, min_coeff, max_coeff)
     ops.lamb_apply(master, exp_avg, exp_avg_sq, out, lr=lr * ratio, **options)
@@ -121,7 +121,7 @@ def lamb(
 
 
 def summed(squares: Squares, axes: Sequence[Axis]) -> Squares:
-    """The sums of two squares over the ranks of each axis, as numbers or tensors like these. Collective."""
+    """The two squares, summed over the ranks of each axis, as numbers or tensors like the inputs. Collective."""
     for axis in axes:
         both = torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in squares])
         sum_over(both, axis)
@@ -130,7 +130,7 @@ def summed(squares: Squares, axes: Sequence[Axis]) -> Squares:
 
 
 def trust_ratio(weights: float | Tensor, update: float | Tensor, minimum: float, maximum: float) -> float | Tensor:
-    """|weights| / |update| of two sums of squares, clamped to [minimum, maximum]; 1 if one is 0. Tensors stay on their device."""
+    """|weights| / |update| from two sums of squares, clamped to [minimum, maximum]; 1 if one is 0. Tensors stay on their device."""
     if isinstance(weights, Tensor) and isinstance(update, Tensor):
         ratio = (weights.sqrt() / update.sqrt()).clamp(minimum, maximum)
         return torch.where((weights != 0) & (update != 0), ratio, 1.0)
@@ -139,7 +139,7 @@ def trust_ratio(weights: float | Tensor, update: float | Tensor, minimum: float,
 
 # slipstream.optim.Lion. Source: Chen et al. (arXiv 2302.06675)
 LION = Rule(kernel=ops.lion, counts=False, options=("lr", "betas", "weight_decay"), states=("exp_avg",), signed=(True,))
-# torch.optim.Adagrad. Its sum only grows: 8 bits would lose small increments
+# torch.optim.Adagrad. Its sum only grows, so 8 bits would lose small increments
 ADAGRAD = Rule(
     kernel=ops.adagrad, options=("lr", "lr_decay", "eps", "weight_decay"), states=("sum",), signed=(False,), may_be_blocks=False
 )
@@ -155,7 +155,7 @@ LAMB = Rule(
 
 
 def plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options; tensors of one element as numbers."""
+    """A group's options, with one-element tensors as numbers."""
     given = ((name, value) for name, value in group.items() if name != "params")
     return {name: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value for name, value in given}
 

@@ -1,7 +1,7 @@
 """Optimizer steps on the shards of units.
 
-The user's (or the JSON's) torch optimizer remains the only place for parameter groups and hyperparameters: schedulers change `lr`
-there. The engine steps *pieces*: the part of each parameter in this rank's optimizer span.
+The torch optimizer (the user's, or the JSON's) remains the only place for parameter groups and hyperparameters: schedulers change
+`lr` there. The engine steps *pieces*: the part of each parameter in this rank's optimizer span.
 
 NativeSteps  native kernels, chunk by chunk, on any tier (optim/native.py)
 TorchSteps   any torch optimizer, in memory: elementwise ones on 1D pieces, shape-aware ones on whole tensors (layout `whole`)
@@ -37,14 +37,14 @@ class UpdatePiece:
     """The part of one parameter that this rank's optimizer owns; `start`, `stop` count from the optimizer span's start."""
 
     unit: Unit
-    i: int  # of the parameter in its unit
+    i: int  # index of the parameter in its unit
     offset: int  # of the piece within the flattened parameter
     start: int
     stop: int
     group: int
     step: int = 0  # counted by NativeSteps
     leaf: Tensor | None = None  # the view of the master that TorchSteps passes to the optimizer
-    cuts: tuple[Joint, ...] | None = None  # over other ranks, which TorchSteps joins for an optimizer that needs wholes
+    cuts: tuple[Joint, ...] | None = None  # cuts over other ranks, which TorchSteps joins for an optimizer that needs wholes
 
     @property
     def name(self) -> str:
@@ -60,21 +60,19 @@ class UpdatePiece:
 
 
 class Membership(NamedTuple):
-    """A unit's parameters in an optimizer."""
+    """A unit's parameters as members of an optimizer."""
 
-    pieces: list[UpdatePiece]  # this rank's non-empty ones, in span order
+    pieces: list[UpdatePiece]  # this rank's non-empty pieces, in span order
     groups: list[int | None]  # the group of each of the unit's parameters, on every rank
 
 
 class KnownStates(NamedTuple):
-    """The optimizer state of one parameter."""
-
     dtypes: dict[str, torch.dtype]  # of per-element states
     scalars: dict[str, Any]
 
 
 def membership(unit: Unit, group_of: Mapping[int, int]) -> Membership:
-    """The unit's parameters in an optimizer whose parameters, by id, are in these groups."""
+    """The unit's parameters in an optimizer. group_of: id of a parameter -> its group"""
     groups, pieces = [group_of.get(id(param)) for param in unit.params], []
     for i, (group, slot) in enumerate(zip(groups, unit.layout.slots, strict=True)):
         inside, of_param = slot.common(unit.optim_span)
@@ -84,13 +82,13 @@ def membership(unit: Unit, group_of: Mapping[int, int]) -> Membership:
 
 
 class Rest(Protocol):
-    """Which tensors of stacks, and which whole parameters, a step leaves as they are: weights, masters and states."""
+    """Which tensors of stacks, and which whole parameters, a step leaves unchanged: weights, masters and states."""
 
     def decide(self) -> None:
         """Called before each step. Collective over the ranks of a stage."""
 
     def used(self, param: nn.Parameter) -> Sequence[bool] | None:
-        """Whether the step updates each of the equal consecutive parts of this rank's `param`; None: it updates all."""
+        """Whether the step updates each of the equal consecutive parts of this rank's `param`; None: it updates all of it."""
 
 
 class NoOptimizer(torch.optim.Optimizer):
@@ -108,15 +106,15 @@ class ShardedSteps(ABC):
     `begin` copies the options that schedules may change before the last chunk is done.
     """
 
-    ring: Ring | None = None  # the buffers for chunks that are not stored where the optimizer steps
+    ring: Ring | None = None  # buffers for chunks that are stored elsewhere than where the optimizer steps
     steps_on_host = False  # steps on the host, while the device computes
     streams = False  # states or weights of some rank are on disk and pass through its ring
-    rest: Rest | None = None  # what steps leave as it is; None: nothing
+    rest: Rest | None = None  # what steps leave unchanged; None: nothing
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule | None) -> None:
         self.inner, self.rule = inner, rule
         self.members: dict[Unit, Membership] = {}
-        # Some optimizers make state when they are built (Adagrad), and a user's may have stepped: that state is sharded here
+        # Some optimizers create state when they are built (Adagrad), and a user's may have stepped: that state is sharded here
         self._initial: dict[Tensor, dict[str, Any]] = dict(inner.state)
         inner.state.clear()
         self._stepping = False
@@ -152,7 +150,7 @@ class ShardedSteps(ABC):
         return next((piece for piece in self.pieces([unit]) if piece.i == i), None)
 
     def due(self, piece: UpdatePiece) -> list[Span]:
-        """What the step updates of a piece, as spans of the optimizer's span: all of it, or the parts that do not rest."""
+        """The spans of the optimizer span that a step updates: all of a piece, or its parts that do not rest."""
         if not piece.param.requires_grad:
             return []
         used = None if self.rest is None else self.rest.used(piece.param)
@@ -167,7 +165,7 @@ class ShardedSteps(ABC):
         return spans
 
     def known_states(self, unit: Unit) -> dict[str, KnownStates]:
-        """What optimizer state the unit's parameters have on any rank, by name. Collective."""
+        """The optimizer state that the unit's parameters have on any rank, by parameter name. Collective."""
         self.expose([unit])
         own = {}
         for piece in self.pieces([unit]):
@@ -176,7 +174,7 @@ class ShardedSteps(ABC):
         known: dict[str, KnownStates] = {}
         for of_rank in unit.comms.dp.axis.gather(own) if unit.placement.optim else [own]:
             known |= of_rank
-        if any(part.is_dealt for param in unit.params for part in cuts_of(param)):  # other ranks have all of some
+        if any(part.is_dealt for param in unit.params for part in cuts_of(param)):  # other ranks have all of some parameters
             for axis in unit.comms.family.parts:
                 for of_rank in axis.gather(known):
                     known = of_rank | known
@@ -193,7 +191,7 @@ class ShardedSteps(ABC):
             yield state, unit.unsharded(shard, unit.placement.optim)
 
     def adopt_initial_state(self) -> None:
-        """Copy the optimizer's initial state to the states of the units, and forget it."""
+        """Copy the optimizer's initial state into the units' states, and drop it."""
         for piece in self.pieces():
             if piece.param in self._initial:
                 self.states(piece)
@@ -222,21 +220,21 @@ class ShardedSteps(ABC):
         self.inner.__setstate__({"state": self.inner.state, "param_groups": self.inner.param_groups})
 
     def loaded_without_states(self, done: int) -> str:
-        """The error text if a run cannot go on after `done` steps with weights alone, or ""; then it logs what that means."""
+        """The error text if a run cannot continue after `done` steps with weights alone, else "", and the consequence is logged."""
         return ""
 
     def keeps_local(self, unit: Unit, alpha: float) -> bool:
-        """Whether this step's gradients of the unit are not reduced, because `exchange` uses the ranks' own; then measures them.
+        """Whether this step does not reduce the unit's gradients, because `exchange` uses the ranks' own; then measures them.
 
-        alpha: the factor that makes the sum over ranks the mean gradient.
+        alpha: the factor that makes the sum over ranks the mean gradient
         """
         return False
 
     def exchange(self, units: Sequence[Unit], scale: float) -> None:  # noqa: B027 (most optimizers exchange nothing)
-        """After the verdict, exchange what the optimizer makes of the gradients, times `scale`, that were kept. Collective."""
+        """After the verdict, exchange what the optimizer derives from the kept gradients, times `scale`. Collective."""
 
     def forget(self) -> None:  # noqa: B027
-        """Drop what was kept of this step's gradients."""
+        """Drop the kept gradients of this step."""
 
     def expose(self, units: Iterable[Unit]) -> None:  # noqa: B027
         """Make `states` of the units current, if the optimizer keeps them in another form. Collective."""
@@ -245,7 +243,7 @@ class ShardedSteps(ABC):
         """Make masters and weights equal on all ranks, if the optimizer lets them differ between steps. Collective."""
 
     def overwritten(self, unit: Unit) -> None:  # noqa: B027
-        """Step on from the `states` of a unit, which were overwritten from outside on the ranks that own them. On all ranks."""
+        """Continue from a unit's `states`, which were overwritten from outside on the ranks that own them. Called on all ranks."""
 
     @property
     def state_names(self) -> tuple[str, ...] | None:
@@ -262,7 +260,7 @@ class ShardedSteps(ABC):
 
     @abstractmethod
     def step(self, unit: Unit, chunk: StateChunk, scale: float) -> None:
-        """Update the chunk's masters, and its weights if they are separate, with its gradients times `scale`."""
+        """Update the chunk's masters, and its weights if these are separate, with its gradients times `scale`."""
 
     @abstractmethod
     def memory(self) -> Iterator[Tensor | Store]:
@@ -270,7 +268,7 @@ class ShardedSteps(ABC):
 
     @abstractmethod
     def states(self, piece: UpdatePiece) -> dict[str, Tensor | Section]:
-        """Per-element optimizer state of a piece, 1D, in its storage; made on first use."""
+        """A piece's per-element optimizer state, 1D, in its storage; made on first use."""
 
     @abstractmethod
     def scalars(self, piece: UpdatePiece) -> dict[str, Any]:
@@ -278,7 +276,7 @@ class ShardedSteps(ABC):
 
     @abstractmethod
     def make_states(self, piece: UpdatePiece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
-        """Allocate the named per-element states for a checkpoint to fill. Returns the function that undoes it."""
+        """Allocate the named per-element states for a checkpoint to fill. Returns a function that undoes it."""
 
     @abstractmethod
     def load_scalars(self, piece: UpdatePiece, values: dict[str, Any]) -> None:
@@ -308,16 +306,16 @@ class TorchSteps(ShardedSteps):
 
     [Note: Parts of wholes] An optimizer that needs whole tensors (Muon, Adafactor) steps the whole of a parameter that is cut over
     an axis: weights, gradients and states are joined, each rank computes the same update and keeps its part.
-    `zero.layout.whole_layout` gives the parts of one whole to the same place among the shards of each family, so exactly these
-    ranks step it, in the same order. The experts of a stack are wholes themselves. LAMB needs sums of squares only (`summed`).
+    `zero.layout.whole_layout` gives the parts of one whole the same place among the shards of each family, so exactly these
+    ranks step it, in the same order. The experts of a stack are wholes themselves. LAMB needs only sums of squares (`summed`).
     """
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, whole: bool, state_dtype: torch.dtype) -> None:
         super().__init__(inner, units, None)
         self.whole, self.state_dtype = whole, state_dtype
-        self.lazy = isinstance(inner, torch.optim.SparseAdam)  # steps the rows whose gradient is not 0
+        self.lazy = isinstance(inner, torch.optim.SparseAdam)  # steps only rows with a nonzero gradient
         self._before: list[dict[str, Any]] = []  # each group's values at the beginning of the engine's step
-        self._after: dict[int, dict[str, Any]] = {}  # of the groups that have advanced since
+        self._after: dict[int, dict[str, Any]] = {}  # values of the groups that have advanced since
 
     def begin(self, units: Sequence[Unit]) -> None:
         self._before = [_values(group) for group in self.inner.param_groups]
@@ -350,7 +348,7 @@ class TorchSteps(ShardedSteps):
         pieces = [piece for piece in self.members[unit].pieces if self.due(piece)]
         leaves = [self._leaf(piece) for piece in pieces]
         self._cast_states(leaves, None)
-        stepped: list[Tensor] = []  # what the optimizer steps: leaves, or the wholes of which they are parts
+        stepped: list[Tensor] = []  # the tensors that the optimizer steps: leaves, or the wholes of which they are parts
         for piece, leaf in zip(pieces, leaves, strict=True):
             stepped.append(self._joined(piece, leaf))
             grad = joined(grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape), self._cuts(piece))
@@ -376,13 +374,13 @@ class TorchSteps(ShardedSteps):
             unit.out.put(0, unit.master.whole())
 
     def _cuts(self, piece: UpdatePiece) -> tuple[Joint, ...]:
-        """Collective at the first call."""
+        """The first call is collective."""
         if piece.cuts is None:
             piece.cuts = joints(piece.unit, piece.i, cuts_of_tensors(piece.param)) if self.whole else ()
         return piece.cuts
 
     def _joined(self, piece: UpdatePiece, leaf: Tensor) -> Tensor:
-        """What the optimizer steps for a piece: its leaf, or the whole of which this is a part, with its states. Collective."""
+        """The tensor that the optimizer steps for a piece: its leaf, or the whole that contains it, with states. Collective."""
         cuts = self._cuts(piece)
         if not cuts:
             return leaf
@@ -446,7 +444,7 @@ class TorchSteps(ShardedSteps):
 
 
 def _per_element(state: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
-    """The states of a tensor's elements."""
+    """The states that have the tensor's shape."""
     return {
         name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0 and value.shape == like.shape
     }
@@ -456,7 +454,7 @@ _PARAMS = {"params", "param_names"}
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a parameter group's entries other than its parameters."""
+    """A copy of a parameter group's entries, without its parameters."""
     return {name: copy.deepcopy(value) for name, value in group.items() if name not in _PARAMS}
 
 
