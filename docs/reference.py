@@ -67,11 +67,11 @@ def config_page() -> str:
     parts = [
         "# Keys of a config",
         "Written by `python docs/reference.py` from the schema; edit that.",
-        f"Of these keys, DeepSpeed's and those of `slipstream {{...}}`, {honored} are honored. {idle} are accepted without effect: "
-        f"one line of the log names those that you set. {refused} belong to features that are not built: a value that enables one "
-        "is an error with what to do instead; a value that leaves it off is accepted. [DEEPSPEED_KEYS.md](DEEPSPEED_KEYS.md) lists "
-        "them by fate.",
-        'Where a default is "-", the key is not set. Sizes may be written as floats, and `"auto"` asks for the derived value.',
+        f"This page lists the keys of DeepSpeed's config and of the block `slipstream`. {honored} are honored. {idle} are accepted "
+        f"but have no effect; one line of the log names those that you set. {refused} belong to features that are not built: a "
+        "value that enables such a feature is an error that says what to do instead, and a value that leaves it off is accepted. "
+        "[DEEPSPEED_KEYS.md](DEEPSPEED_KEYS.md) groups the keys by these three fates.",
+        'A default of "-" means that the key is not set. Sizes may be written as floats. `"auto"` asks for the derived value.',
         *tables(),
     ]
     return "\n\n".join(parts) + "\n"

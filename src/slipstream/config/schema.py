@@ -1,8 +1,7 @@
 """DeepSpeed's JSON as pydantic models: names, types, defaults and ranges.
 
-One class per block and one field per key, with DeepSpeed's names; defaults are those of DeepSpeed 0.19. Keys that 0.19.8 has
-removed (sparse attention, elasticity, MoQ, ...) stay, so that old files parse. Slipstream's own options are in the block
-`slipstream`.
+One class per block and one field per key, with the names and defaults of DeepSpeed 0.19. Keys that 0.19.8 has removed (sparse
+attention, elasticity, MoQ, ...) stay, so that old files parse. Slipstream's own options are in the block `slipstream`.
 
 A field states the fate of its key (see keys.py): `honored` with its meaning, `no_effect` with the reason, or `switch` if it enables
 a feature that is not built yet. A field without one configures the `feature` of its block. A new key is one line here, and one in
@@ -56,9 +55,9 @@ _WHOLE = "each unit is gathered as a whole, so its modules already behave as lea
 _TRANSPORT = "the transport chooses the collective; reductions have a fixed order and send each byte once"
 _PINNED = "host buffers for GPU copies are always pinned"
 _STREAMED = "the optimizer always prefetches chunks and writes them back asynchronously"
-_DIRECT = "weights are read directly into the memory that the forward uses, one unit ahead"
+_DIRECT = "weights are prefetched one unit ahead, directly into the memory that the forward uses"
 _SUBMITTED = "I/O requests are always submitted as soon as the queue has a free slot and reaped as they complete"
-_NONE_LATE = "every weight is updated at every step, none late, and the host's update runs beside transfers"
+_NONE_LATE = "every step updates every weight, none is delayed, and the host's update overlaps with transfers"
 _UNSCALED = "bf16 has the exponent range of fp32 and needs no loss scale"
 _ROUNDING = "gradients are summed in fp32 and divided once at the end"
 
@@ -70,10 +69,14 @@ _AMP = 'use "bf16", "fp16" or "torch_autocast" with "enabled": true'
 
 
 class Optimizer(Block):
-    type: str = honored(..., "AdamW, Adam, SGD, Lion, Adagrad, Lamb, Muon, or one of `torch.optim`; `initialize(optimizer=)` wins.")
+    type: str = honored(
+        ..., "AdamW, Adam, SGD, Lion, Adagrad, Lamb, Muon, or a class of `torch.optim`; `initialize(optimizer=)` takes precedence."
+    )
     params: dict[str, Any] = honored({}, "Arguments of the optimizer (`lr`, `betas`, `eps`, `weight_decay`, ...).")
     legacy_fusion: bool = no_effect(False, "each optimizer has one implementation")
-    adam_w_mode: Any = no_effect(None, "as in DeepSpeed, which reads it in params; Adam decouples weight decay by default")
+    adam_w_mode: Any = no_effect(
+        None, "as DeepSpeed does, Slipstream reads it in params only; Adam decouples weight decay by default"
+    )
 
 
 class Scheduler(Block):
@@ -88,11 +91,11 @@ class Fp16(Block):
     initial_scale_power: Annotated[Real, Field(ge=0, le=64)] = honored(16.0, "Initial dynamic loss scale, as a power of 2.")
     loss_scale_window: Count = honored(1000, "Steps without overflow before the dynamic loss scale doubles.")
     hysteresis: Count = honored(2, "Overflows before the dynamic loss scale is halved.")
-    consecutive_hysteresis: bool = honored(False, "A step without overflow resets the count of `hysteresis`.")
+    consecutive_hysteresis: bool = honored(False, "Each step without overflow restores the full count of `hysteresis`.")
     min_loss_scale: Annotated[Scale, Field(gt=0)] = honored(1.0, "Minimum dynamic loss scale.")
     fp16_master_weights_and_grads: bool = honored(False, "Keep master weights in fp16 as well.")
     fused_mode: bool = no_effect(True, "there is one mixed-precision path")
-    opt_level: Any = no_effect(None, "it is an option of NVIDIA Apex; fp16 weights always have fp32 masters here")
+    opt_level: Any = no_effect(None, "it is an option of NVIDIA Apex; fp16 weights always have fp32 master weights here")
 
 
 class Bf16(Block):
@@ -101,7 +104,7 @@ class Bf16(Block):
     check_grad_overflow: bool = honored(True, "Skip steps whose gradients are not finite.")
     bf16_master_weights_and_grads: bool = honored(False, "Keep master weights in bf16 as well.")
     bf16_optimizer_states: bool = honored(False, "Keep the optimizer's moments in bf16.")
-    auto_cast: Any = no_effect(None, "it is a key of fp16; inputs have the weights' dtype")
+    auto_cast: Any = no_effect(None, "it is a key of fp16; with bf16, inputs are not cast")
     loss_scale: Any = no_effect(None, _UNSCALED)
     loss_scale_window: Any = no_effect(None, _UNSCALED)
     initial_scale_power: Any = no_effect(None, _UNSCALED)
@@ -132,13 +135,13 @@ class TorchAutocast(Block):
 
 class DataTypes(Block):
     grad_accum_dtype: DtypeOrNone = honored(
-        None, "Dtype of accumulated gradients; not set: the gradients' own without accumulation, else fp32."
+        None, "Dtype of accumulated gradients; not set: the gradients' own dtype without accumulation, else fp32."
     )
     param_dtype: DtypeOrNone = honored(None, "Dtype of the weights if neither fp16 nor bf16 is enabled.")
     buffer_dtype: DtypeOrNone = honored(None, "Dtype of all buffers.")
     keep_in_fp32_modules: Names | None = honored(
         None,
-        "Patterns of names of buffers that stay fp32 in bf16 and fp16; auto, or not set: those that models of transformers name.",
+        "Name patterns of buffers that stay fp32 under bf16 and fp16; auto, or not set: the patterns of the transformers model.",
     )
 
 
@@ -147,7 +150,7 @@ class DataTypes(Block):
 
 class OffloadParam(Block):
     device: Device = honored("none", "Where sharded weights are stored at stage 3.")
-    nvme_path: str | None = honored(None, "Directory of the files if device is nvme.")
+    nvme_path: str | None = honored(None, "Directory for the files if device is nvme.")
     buffer_count: Size = no_effect(5, _DIRECT)
     buffer_size: Size = no_effect(100_000_000, _DIRECT)
     max_in_cpu: Size = honored(1_000_000_000, "Elements per rank that stay in host memory if device is nvme.")
@@ -156,7 +159,7 @@ class OffloadParam(Block):
 
 class OffloadOptimizer(Block):
     device: Device = honored("none", "Where master weights and moments are stored.")
-    nvme_path: str | None = honored(None, "Directory of the files if device is nvme.")
+    nvme_path: str | None = honored(None, "Directory for the files if device is nvme.")
     buffer_count: Size = honored(4, "Chunks in memory at a time if device is nvme.")
     pin_memory: bool = no_effect(True, _PINNED)
     pipeline_read: bool = no_effect(False, _STREAMED)
@@ -187,17 +190,17 @@ class LeafModule(Block):
 
 
 class Loco(Block):
-    """Error feedback of gradients in codes (arXiv 2407.04480)."""
+    """Error feedback of quantized gradients (arXiv 2407.04480)."""
 
     err_beta: Annotated[Real, Field(ge=0, lt=1)] = honored(
-        0.8, "Error feedback of gradients in codes: the weight of old errors in the new ones."
+        0.8, "Error feedback of quantized gradients: decay of the moving average of the errors."
     )
-    reset_T: Count = honored(1024, "Steps after which the errors are dropped.")
+    reset_T: Count = honored(1024, "Steps between resets of the errors to 0.")
 
 
 class ZeroOptimization(Block):
     stage: Stage = honored(0, "Sharded over data-parallel ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.")
-    mics_shard_size: Annotated[Int, Field(ge=-1)] = honored(-1, "Ranks per sharding group (MiCS, HSDP); -1, 0: all.")
+    mics_shard_size: Annotated[Int, Field(ge=-1)] = honored(-1, "Ranks per sharding group (MiCS, HSDP); -1, 0: all ranks.")
     mics_hierarchical_params_gather: bool = no_effect(False, "units are gathered within the sharding group only")
     contiguous_gradients: bool = no_effect(True, "gradients are always contiguous")
     reduce_scatter: bool = no_effect(True, _TRANSPORT)
@@ -232,16 +235,18 @@ class ZeroOptimization(Block):
     round_robin_gradients: bool = no_effect(False, "every unit is already sharded evenly over all ranks")
     parameter_alignment: bool = no_effect(False, "parameters are always aligned to 128 bytes")
     zero_hpz_partition_size: Size = honored(
-        1, "Ranks of a group (hpZ): weights (stage 3) and gradients in codes (every stage) cross groups once a step; 0, 1: none."
+        1,
+        "Ranks per secondary group (hpZ): weights (stage 3) and quantized gradients (every stage) cross groups only once a step; "
+        "0, 1: no groups.",
     )
     zero_quantized_weights: bool = honored(
         False,
-        "Stage 3: gather weights in codes of 8 bits; stages 1 and 2: send what an update has changed in such codes, if weights are "
-        "bf16 or fp16 with fp32 masters. Nothing changes over shared memory.",
+        "Stage 3: gather weights as 8-bit codes; stages 1 and 2: send the change of each update as 8-bit codes, if weights are "
+        "bf16 or fp16 with fp32 master weights. No effect over shared memory.",
     )
-    zero_quantized_nontrainable_weights: bool = honored(False, "Stage 3: store and gather frozen weights in codes of 8 bits.")
+    zero_quantized_nontrainable_weights: bool = honored(False, "Stage 3: store and gather frozen weights as 8-bit codes.")
     zero_quantized_gradients: bool = honored(
-        False, "Communicate gradients in codes of 4 bits, at every stage; as `communication_data_type` int4."
+        False, "Communicate gradients as 4-bit codes, at every stage; the same as `communication_data_type` int4."
     )
     zeropp_loco_param: Loco | None = None
     memory_efficient_linear: bool = no_effect(True, "torch.nn.functional.linear is not patched")
@@ -256,7 +261,7 @@ class ZeroOptimization(Block):
 
 class Aio(Block):
     block_size: Size = honored(MIB, "Bytes per disk transfer.")
-    queue_depth: Size = honored(8, "Transfers in flight.")
+    queue_depth: Size = honored(8, "Maximum number of transfers in flight.")
     intra_op_parallelism: Count = honored(1, "I/O threads if the kernel does not allow io_uring.")
     single_submit: bool = no_effect(False, _SUBMITTED)
     overlap_events: bool = no_effect(True, _SUBMITTED)
@@ -272,73 +277,78 @@ class MeshSizes(Block):
 
 
 class TensorOptions(Block):
-    sequence_parallel: bool = honored(False, "Between the sliced layers, each tp rank has a share of the tokens.")
+    sequence_parallel: bool = honored(
+        False, "Outside of the tensor-parallel layers, each tp rank holds a share of the tokens (Megatron's sequence parallelism)."
+    )
 
 
 class PipelineOptions(Block):
     schedule: Word[Literal["1f1b", "gpipe", "zero_bubble", "v"]] = honored(
         "1f1b",
-        "Order of forwards and backwards: `gpipe`, `1f1b`, or `zero_bubble`, in which weight gradients fill the gaps; or `v`: "
-        "these, and a decoder's stages go out to the last rank and back (DualPipeV's layout).",
+        "Order of forwards and backwards: `gpipe`; `1f1b`; `zero_bubble`, in which weight gradients fill the gaps; `v`, which also "
+        "places a decoder's stages out to the last rank and back (DualPipeV).",
     )
-    chunks: Count = honored(1, "Stages of a decoder on each rank: rank r has stages r, r + pp, and so on (interleaved).")
+    chunks: Count = honored(1, "Stages of a decoder per rank (interleaved): rank r has stages r, r + pp, and so on.")
     reduce: Word[Literal["step", "micro_batch"]] = honored(
         "step",
-        "Reduce gradients once a `step`, or after each `micro_batch`: more traffic, and no whole gradients at stages 2 and 3.",
+        "When to reduce gradients: once per `step`, or after each `micro_batch`, which sends more but keeps no unsharded gradients "
+        "at stages 2 and 3.",
     )
 
 
 class LocalSteps(Block):
-    """Replicas that exchange weights every few hundred steps in place of gradients in every step (DiLoCo, arXiv 2311.08105)."""
+    """Replicas that exchange weights every few hundred steps instead of gradients in every step (DiLoCo, arXiv 2311.08105)."""
 
     every: Size = honored(
-        0, "Steps that each replica makes on its own before all exchange how far their weights have moved. 0: none."
+        0, "Steps that each replica trains on its own before replicas exchange the changes of their weights; 0: no local steps."
     )
     outer_lr: Annotated[Real, Field(gt=0)] = honored(0.7, "The outer optimizer's learning rate.")
     outer_momentum: Annotated[Real, Field(ge=0, lt=1)] = honored(0.9, "The outer optimizer's Nesterov momentum.")
     exchange: Word[Literal["fp32", "bf16", "int8", "int4"]] = honored(
-        "fp32", "What is exchanged; `int8`, `int4`: codes, with error feedback."
+        "fp32", "Dtype of the exchange; `int8`, `int4`: quantized, with error feedback."
     )
-    overlap: Size = honored(0, "Steps that go on while the differences of a round travel, fewer than `every`; 0: they wait.")
+    overlap: Size = honored(
+        0, "Steps that run while an exchange is in flight, fewer than `every`; 0: training waits for the exchange."
+    )
 
 
 class AutomaticCheckpoints(Block):
-    """Checkpoints that the engine saves and loads by itself (train/autosave.py)."""
+    """Checkpoints that the engine saves and loads automatically (train/autosave.py)."""
 
-    folder: str | None = honored(None, "Directory of the checkpoints that the engine saves by itself.")
-    every_steps: Size = honored(0, "Steps between them; 0: not by steps.")
-    every_minutes: Annotated[Real, Field(ge=0)] = honored(0.0, "Minutes between them; 0: not by time.")
+    folder: str | None = honored(None, "Directory of the checkpoints that the engine saves automatically.")
+    every_steps: Size = honored(0, "Steps between automatic checkpoints; 0: not by steps.")
+    every_minutes: Annotated[Real, Field(ge=0)] = honored(0.0, "Minutes between automatic checkpoints; 0: not by time.")
     on_signal: Names = honored(
-        ["SIGTERM", "SIGUSR1"], "Signals to any rank after which all save at the end of the step and exit with code 85."
+        ["SIGTERM", "SIGUSR1"],
+        "If any rank gets one of these signals, all ranks save at the end of the step and exit with code 85.",
     )
     resume: bool = honored(True, "`initialize` loads the newest checkpoint of the directory, if there is one.")
     memory_every_steps: Size = honored(
-        0,
-        "Steps between checkpoints in the host's memory, for ranks that `slipstream run --max-restarts` or `--elastic` starts "
-        "again; 0: none.",
+        0, "Steps between checkpoints in host memory, for restarts by `slipstream run --max-restarts` or `--elastic`; 0: none."
     )
 
 
 class AdaptiveBatch(Block):
-    """A global batch that follows the gradient noise scale (train/adaptive.py): a block that is there is on."""
+    """A global batch that follows the gradient noise scale (train/adaptive.py). The block's presence enables it."""
 
     min_batch_size: Count | None = honored(
-        None, "The fewest samples of a step over all ranks; not set: `train_batch_size`, with which training begins."
+        None, "Minimum global batch, in samples; not set: `train_batch_size`, with which training starts."
     )
-    max_batch_size: Count | None = honored(None, "The most; not set: 16 times `train_batch_size`.")
-    every: Count = honored(10, "Steps between changes of the batch, each by a factor of 2 at most.")
-    ratio: Positive = honored(1.0, "The batch over the noise scale.")
-    smoothing: Annotated[Real, Field(ge=0, lt=1)] = honored(0.9, "The weight of past measurements in the noise scale.")
+    max_batch_size: Count | None = honored(None, "Maximum global batch, in samples; not set: 16 times `train_batch_size`.")
+    every: Count = honored(10, "Steps between changes of the batch; a change at most doubles or halves it.")
+    ratio: Positive = honored(1.0, "Target batch divided by the noise scale.")
+    smoothing: Annotated[Real, Field(ge=0, lt=1)] = honored(0.9, "Weight of past measurements in the noise scale.")
     scale_lr: Word[Literal["none", "sqrt", "linear"]] = honored(
-        "sqrt", "The rate's factor: 1, the root of batch over train_batch_size, or that itself."
+        "sqrt",
+        "Factor of the learning rate: 1 (`none`), the square root of batch / `train_batch_size`, or that quotient (`linear`).",
     )
 
 
 class Trace(Block):
     """Traces of torch.profiler (observe/trace.py)."""
 
-    steps: list[Size] = honored([10, 13], "First step that is traced, and the first one that is not any more.")
-    folder: str = honored("trace", "Directory of the traces, one file for each rank.")
+    steps: list[Size] = honored([10, 13], "Number of finished steps at which the trace starts, and at which it ends.")
+    folder: str = honored("trace", "Directory of the traces, one file per rank.")
 
 
 class Slipstream(Block):
@@ -348,18 +358,18 @@ class Slipstream(Block):
         "auto", "Transport between CPU ranks of a host: `shared` (memory) or `gloo`; auto: shared memory if possible."
     )
     timeout_s: Annotated[float, BeforeValidator(numeric), Field(gt=0)] = honored(
-        1800.0, "Seconds that a rank waits for others before it raises PeerError; infinity: it waits on."
+        1800.0, "Seconds that a rank waits for others before it raises PeerError; infinity: no limit."
     )
     poison_released: bool = honored(False, "For debugging: fill released weights with NaN.")
     optimizer_states: Word[Literal["default", "int8"]] = honored("default", "Keep the moments in their default dtype or in 8 bits.")
     stochastic_rounding: bool = honored(False, "Update bf16 weights by stochastic rounding, without master weights.")
     rest_unused_experts: bool = honored(
         False,
-        "With `expert_parallel.enabled`: leave the weights and the optimizer's states of experts that got no token of any rank as "
-        "they are, and neither read nor write those that are offloaded; false: moments and weight decay move them.",
+        "With `expert_parallel.enabled`: do not update weights and optimizer states of experts that got no token on any rank, nor "
+        "read or write them if they are offloaded; false: moments and weight decay still change them.",
     )
     check_grad_overflow: bool = honored(True, "In fp32, skip steps whose gradients are not finite.")
-    seed: Seed = honored(0, "Seed of the data loader's shuffle.")
+    seed: Seed = honored(0, "Seed of the data loader's shuffle and of layer dropping.")
     mesh: MeshSizes = MeshSizes()
     local_steps: LocalSteps = LocalSteps()
     pipeline: PipelineOptions = PipelineOptions()
@@ -368,27 +378,29 @@ class Slipstream(Block):
         "error", "`warn`: ignore unknown top-level keys with a warning, unless they resemble a known key."
     )
     activations: Word[Literal["keep", "recompute", "offload"]] = honored(
-        "keep", "Keep, recompute or offload to the host the activations of repeated blocks."
+        "keep", "What happens to the activations of repeated blocks: keep them, recompute them, or offload them to the host."
     )
     keep_checkpoints: Count | None = honored(None, "Number of newest checkpoints to keep in a directory; not set: all.")
-    fused_layers: bool = honored(False, "Fuse the steps between products in layers of BERT's and Llama's families (transformers).")
+    fused_layers: bool = honored(
+        False, "Fuse the operations between matrix products in layers of the BERT and Llama families (transformers)."
+    )
     products: Word[Literal["fastest", "torch"]] = honored(
         "fastest",
-        "Products on CPUs; `fastest`: for all of the process, fp32 by oneDNN where torch's matrix library leaves the processor's "
-        "widest vectors unused, bf16 and fp16 by fp32 where torch multiplies them more slowly; `torch`: as torch computes them.",
+        "Matrix products on CPUs, for the whole process. `fastest`: fp32 by oneDNN if torch's matrix library does not use the "
+        "processor's widest vectors, bf16 and fp16 in fp32 if torch's own products are slower; `torch`: as torch computes them.",
     )
     checkpoint: AutomaticCheckpoints = AutomaticCheckpoints()
     monitors: observing.OwnMonitors = observing.OwnMonitors()
     noise_scale_every: Size = honored(
         0,
-        "Steps between measurements of the gradient noise scale, in samples, which monitors get; 0: none, or each step with "
-        "`adaptive_batch`.",
+        "Steps between measurements of the gradient noise scale (in samples), a metric of monitors; 0: none, or with "
+        "`adaptive_batch` every step.",
     )
     adaptive_batch: AdaptiveBatch | None = None
     elastic_batch: bool = honored(
         False,
-        "Keep `train_batch_size` on any number of ranks: the micro-batch is the most that a rank gets, accumulation follows, and "
-        "some ranks may get a sample less; the mean is over samples.",
+        "Keep `train_batch_size` on any number of ranks. The micro-batch size is a rank's maximum, accumulation is derived, some "
+        "ranks may get one sample less, and gradients are averaged over samples.",
     )
     trace: Trace | None = None
     broadcast_buffers: bool = honored(False, "Broadcast rank 0's buffers before each forward, as in DistributedDataParallel.")
@@ -403,14 +415,15 @@ class Config(Block):
     )
     gradient_accumulation_steps: Count | None = honored(None, "Micro-batches per optimizer step. Losses are divided by it.")
     managed_gradient_accumulation: bool = honored(
-        True, "`engine.step()` updates only after the last micro-batch; false: every call updates."
+        True, "`engine.step()` updates the weights only after the last micro-batch; false: every call updates them."
     )
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
     zero_allow_untested_optimizer: bool = no_effect(False, "every optimizer is allowed at every stage")
     zero_force_ds_cpu_optimizer: bool = no_effect(True, "every optimizer can run on the CPU")
     communication_data_type: WireDtype = honored(
-        None, "Dtype of gradients in communication; `int8`, `int4`: codes, with a scale per 256 elements; not set: their own dtype."
+        None,
+        "Dtype of gradients on the wire; `int8`, `int4`: codes with a scale per 256 elements; not set: the gradients' own dtype.",
     )
     seq_parallel_communication_data_type: DtypeOrNone = no_effect(
         "fp32", "activations travel in their own dtype, and sums are rounded once"
@@ -420,7 +433,7 @@ class Config(Block):
     gradient_allreduce_op: Word[Literal["mean", "sum"]] = honored(
         "mean", "Whether gradients are averaged (`mean`) or summed (`sum`) over ranks."
     )
-    sparse_gradients: bool = honored(False, "Send only those rows of embeddings' gradients that are not 0; the result is the same.")
+    sparse_gradients: bool = honored(False, "Send only the nonzero rows of embedding gradients; the result is the same.")
     disable_allgather: bool = no_effect(False, "DeepSpeed does not read it either")
     allgather_size: Size = no_effect(500_000_000, _UNITS)
     gradient_clipping: Annotated[Real, Field(ge=0)] = honored(
@@ -439,14 +452,14 @@ class Config(Block):
     use_data_before_expert_parallelism: bool = no_effect(False, "neighboring ranks hold different experts; results are the same")
     sequence_parallel_size: Count = honored(1, "Ranks that share the sequence of one sample; the same as `slipstream.mesh.sp`.")
     data_parallel_size: Count | None = honored(
-        None, "Expected number of data-parallel ranks; initialize raises an error if it differs."
+        None, "Expected number of data-parallel ranks; `initialize` raises an error if it differs."
     )
     pipeline: features.Pipeline = features.Pipeline()
     hybrid_engine: features.HybridEngine = features.HybridEngine()
     weight_quantization: features.InferenceWeightQuantization | None = None
     compile: features.Compile = features.Compile()
     graph_harvesting: bool = no_effect(
-        False, 'the optimizer is one pass over flat states; compile.kwargs {"mode": "reduce-overhead"} captures CUDA graphs'
+        False, 'the optimizer is already one pass over flat states; compile.kwargs {"mode": "reduce-overhead"} captures CUDA graphs'
     )
     disable_python_gc: bool = no_effect(
         False, "Slipstream does not change Python's garbage collector; call gc.disable() in the script"
@@ -477,7 +490,9 @@ class Config(Block):
     elasticity: features.Elasticity = features.Elasticity()
     checkpoint: features.Checkpoint = features.Checkpoint()
     nebula: features.Nebula = features.Nebula()
-    datastates_ckpt: bool | dict[str, Any] = honored(False, "Write checkpoints asynchronously, as `checkpoint.writer.decoupled`.")
+    datastates_ckpt: bool | dict[str, Any] = honored(
+        False, "Write checkpoints asynchronously; the same as `checkpoint.writer.decoupled`."
+    )
     dataloader_drop_last: bool = honored(False, "Drop the last incomplete batch of an epoch.")
     vocabulary_size: Size | None = no_effect(None, "DeepSpeed uses it only to print an alignment hint")
     slipstream: Slipstream = Slipstream()
