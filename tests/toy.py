@@ -112,5 +112,5 @@ def checksum(engine: Any) -> Tensor:
     total = torch.zeros((), dtype=torch.int64)
     for value in engine.state_dict().values():
         raw = value.contiguous().view(-1).view(torch.uint8).long()
-        total += (raw * torch.arange(1, 2 * raw.numel(), 2)).sum() + 31 * total
+        total += (raw * torch.arange(1, 2 * raw.numel() + 1, 2)).sum() + 31 * total
     return total

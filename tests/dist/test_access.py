@@ -177,6 +177,18 @@ def test_gathered_ignores_ordinary_parameters() -> None:
 
 
 @distributed(world_size=2)
+def test_a_parameter_without_elements_is_gathered() -> None:
+    for stage in (0, 3):
+        model = toy.seeded(toy.Net)
+        model.nothing = nn.Parameter(torch.empty(0, 3))
+        engine = toy.make(model, stage)
+        with zero.gathered(engine.module), torch.no_grad():
+            model.out.bias.add_(model.nothing.numel() + 1.0)
+        assert engine.state_dict()["out.bias"].equal(toy.seeded(toy.Net).out.bias + 1.0)
+        engine.destroy()
+
+
+@distributed(world_size=2)
 def test_a_view_that_is_assigned_in_gathered_is_stored() -> None:
     for stage in (1, 3):
         for around in (lambda engine: zero.gathered(engine.module), lambda engine: engine.surgery()):

@@ -299,14 +299,17 @@ def test_codes_of_shared_weights_change_nothing() -> None:
 
 
 @distributed(world_size=2)
-def test_a_gradient_that_is_not_finite_skips_the_step() -> None:
-    for stage in (0, 3):
+def test_a_gradient_that_is_not_finite_skips_its_step_only() -> None:
+    """Its codes are NaN also between parameters, and nothing of them is left in the next step."""
+    for stage in (0, 1, 3):
         engine = toy.make(toy.seeded(toy.Lm), stage, optimizer=SGD, communication_data_type="int4")
         before = int(toy.checksum(engine))
         loss = engine(toy.tokens(dist.get_rank(), 0))
         engine.backward(loss * (float("inf") if dist.get_rank() else 1.0))
         engine.step()
         assert engine.overflow and int(toy.checksum(engine)) == before
+        toy.step(engine, toy.tokens(dist.get_rank(), 1))
+        assert not engine.overflow and int(toy.checksum(engine)) != before
         engine.destroy()
 
 

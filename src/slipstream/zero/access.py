@@ -309,7 +309,7 @@ def _change(unit: Unit, i: int, copy: Tensor, sums: bool) -> tuple[float, float,
     if not sums:
         return float(is_changed), 0.0, 0.0
     words = copy[slot.offset : slot.offset + round_up(slot.numel, ALIGN)].view(torch.int64)
-    checksum = int((torch.arange(1, 2 * len(words), 2, device=words.device).mul_(words)).sum())
+    checksum = int((torch.arange(1, 2 * len(words) + 1, 2, device=words.device).mul_(words)).sum())
     return float(is_changed), float(checksum & 0xFFFFFFFF), float(checksum >> 32)  # exact in float64
 
 

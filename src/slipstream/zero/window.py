@@ -75,10 +75,12 @@ class UnitWindow:
         self.has_gradient = True
 
     def complete_local(self, local: Tensor) -> None:
-        """Before the reduction, zero the gradients in `local` that this window has not written."""
+        """Before the reduction, zero what this window has not written in `local`: codes of infinity leave NaN also in the gaps."""
         for i, slot in enumerate(self.slots):
             if i not in self._in_local:
                 local[slot.offset : slot.offset + slot.numel].zero_()
+        for start, stop in self._gaps:
+            local[start:stop].zero_()
         self._in_local.clear()
 
     # -- sharded gradients --
