@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import unittest.mock
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,32 @@ def test_destroy_gives_ordinary_parameters_back(transport: str) -> None:
         again = toy.make(model, stage, transport)
         toy.step(again, toy.tokens(again.rank, 0))
         again.destroy()
+
+
+FEATURES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (3, {"checkpoint": {"writer": {"decoupled": True}}}),
+    (1, {"zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {}}, "fp16": {"enabled": True}}),
+    (2, {"progressive_layer_drop": {"enabled": True}, "wall_clock_breakdown": True}),
+    (0, {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}}}),
+)
+
+
+@distributed(world_size=1)
+def test_a_destroyed_engine_is_freed_at_once() -> None:
+    """Python's collector of cycles may be off, and does not know how much memory waits for it."""
+    gc.disable()
+    try:
+        for stage, blocks in FEATURES:
+            engine = toy.make(toy.seeded(toy.Lm), stage, **blocks)
+            for i in range(2):
+                toy.step(engine, toy.tokens(0, i))
+            parts = {name: weakref.ref(getattr(engine, name)) for name in ("module", "states", "optimizer")}
+            parts["weight"] = weakref.ref(engine.module.head.weight)
+            engine.destroy()
+            del engine
+            assert not [name for name, part in parts.items() if part() is not None], blocks
+    finally:
+        gc.enable()
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class OneBitOptimizer(Optimizer):
     """The base of 1-bit optimizers, with the facts that they report by DeepSpeed's names."""
 
     script_options = ("exp_avg_mask",)  # group options that are never saved: a script's masks follow its model
-    engine_steps: OneBitSteps | None = None  # set by the engine that steps the optimizer
+    engine_steps: weakref.ReferenceType[OneBitSteps] | None = None  # set by the engine that steps the optimizer
 
     @staticmethod
     @abstractmethod
@@ -87,7 +88,7 @@ class OneBitOptimizer(Optimizer):
     def adam_freeze_key(self) -> bool:
         """Whether the next step uses a frozen variance."""
         alone = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
-        steps = self.engine_steps
+        steps = self._steps
         return (alone if steps is None else steps.done or 0) >= self.freeze_step
 
     @property
@@ -101,8 +102,12 @@ class OneBitOptimizer(Optimizer):
         return [onebit.error(own.server, own.server_scales, own.inverse[_served(unit)]) for unit, own in self._frozen.items()]
 
     @property
+    def _steps(self) -> OneBitSteps | None:
+        return None if self.engine_steps is None else self.engine_steps()
+
+    @property
     def _frozen(self) -> dict[Unit, Frozen]:
-        return {} if self.engine_steps is None else self.engine_steps.frozen
+        return {} if (steps := self._steps) is None else steps.frozen
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -295,7 +300,7 @@ class OneBitSteps(NativeSteps):
         # steps taken before the first step of a unit's latest parameter, once known
         self._lags: dict[Unit, int] = {}
         super().__init__(inner, units, *others, **options)  # adds the units
-        cast(OneBitOptimizer, inner).engine_steps = self
+        cast(OneBitOptimizer, inner).engine_steps = weakref.ref(self)
         self.frozen: dict[Unit, Frozen] = {}
         self.done: int | None = None  # steps; None: the ranks have not compared theirs since loading
         self.shares: dict[Unit, float] = {}  # factors from sums of local gradients to this rank's mean gradient

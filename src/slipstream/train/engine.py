@@ -680,5 +680,6 @@ class Engine(nn.Module):
 
     def _forget(self) -> None:
         self.saves.close()
+        self.states.disconnect()
         del self.states
         self.optimizer = self.lr_scheduler = self.training_dataloader = None

@@ -180,6 +180,13 @@ class States:
         resource: Exchange = self.resources[name]
         return resource
 
+    def disconnect(self) -> None:
+        """Drop what refers back to these states, so that they are freed with their last reference, not by the cyclic collector."""
+        for each in (self.resources, self.before_backward, self.after_step, self.after_update, self.suspects, self.on_hooks):
+            each.clear()
+        self.outer = None
+        del self.hooks
+
     @property
     def comms(self) -> Comms:
         """The transports of the dense family."""

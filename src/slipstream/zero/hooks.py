@@ -299,6 +299,7 @@ class Hooks:
         for handle in reversed(self.handles):  # last in, first out: a handle may restore an attribute that an earlier one replaced
             handle.remove()
         self.handles.clear()
+        self.drops = None  # it refers to these hooks
 
     # -- forward --
 
