@@ -436,6 +436,27 @@ def test_batches_by_tokens_by_config(tmp_path: Path, caplog: pytest.LogCaptureFi
         slipstream.initialize(model=Words(), config=by_tokens(tmp_path), training_data=Numbers(44))
 
 
+class Counting:
+    """Counts samples, as Megatron's schedule."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.samples = optimizer, 0
+
+    def step(self, increment: int) -> None:
+        self.samples += increment
+        self.optimizer.param_groups[0]["lr"] = self.samples
+
+
+def test_a_schedule_over_one_that_counts_samples() -> None:
+    counting = Counting(torch.optim.SGD([torch.zeros(1)], 1.0))
+    schedule = VariableBatchSizeLR(counting, 4, [2, 6])
+    assert schedule.get_lr() == [0.5]
+    schedule.step()
+    assert counting.samples == 2 and schedule.get_lr() == [2 * 6 / 4]
+    schedule.step()
+    assert counting.samples == 8 and schedule.get_lr() == [8 * 2 / 4]
+
+
 def test_the_call_of_deepspeed(tmp_path: Path) -> None:
     raw = by_tokens(tmp_path / "none") | {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 2}}

@@ -6,6 +6,7 @@ learning rate is the schedule's times samples / effective_batch_size ("linear"),
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -188,7 +189,9 @@ class VariableBatchSizeLR:
         """Advance by one batch, or go to the loader's batch `epoch` and the other schedule's step `epoch`."""
         self._set(self.base_lrs)
         if self.base_lr_scheduler is not None:
-            self.base_lr_scheduler.step(*([] if epoch is None else [epoch]))
+            counts = "increment" in inspect.signature(self.base_lr_scheduler.step).parameters  # samples, as Megatron's
+            given = self._samples() if counts else epoch
+            self.base_lr_scheduler.step(*([] if given is None else [given]))
         self.base_lrs = self.get_lr()
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self._scale()
@@ -198,8 +201,11 @@ class VariableBatchSizeLR:
         self.batch_sizes = [samples]
         self._scale()
 
+    def _samples(self) -> int:
+        return self.batch_sizes[self.last_epoch % len(self.batch_sizes)]
+
     def _scale(self) -> None:
-        size = self.batch_sizes[self.last_epoch % len(self.batch_sizes)]
+        size = self._samples()
         self._set([scale_lr(self.base_batch_size, size, rate, self.lr_scaling_method) for rate in self.base_lrs])
         if self.verbose:
             logger.info("batch %d has %d samples; rates %s", self.last_epoch, size, self.get_lr())
