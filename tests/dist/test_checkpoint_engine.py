@@ -500,6 +500,16 @@ def test_ranks_of_a_slice_keep_a_client_state_of_their_own(tmp_path: Path) -> No
 
 
 @distributed(world_size=2)
+def test_stages_of_a_pipeline_keep_a_client_state_of_their_own(tmp_path: Path) -> None:
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    model = slipstream.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+    engine = toy.make(model, 0)
+    engine.save_checkpoint(str(tmp_path), client_state={"of": engine.rank})
+    assert engine.load_checkpoint(str(tmp_path))[1] == {"of": engine.rank}
+    engine.destroy()
+
+
+@distributed(world_size=2)
 def test_a_state_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
     engine = small(data=Own(0))
     if engine.rank == 1:

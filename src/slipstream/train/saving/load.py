@@ -114,7 +114,7 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
 
 
 def _client_state(loaded: checkpoint.Loaded) -> Any:
-    """Rank 0's client state; on further tensor-parallel ranks, the one that a rank of the same slice saved."""
+    """Rank 0's client state; on further tensor-parallel ranks and pipeline stages, the one that a rank of the same place saved."""
     return loaded.nearest.get("client", loaded.shared.get("client"))
 
 

@@ -80,7 +80,7 @@ class Saves:
                 aliases=entries.aliases(states.model),
             )
             per_rank.update(random=entries.random_state(states.device), data=None if is_common else position)
-            if self.mesh.tp.index and client:  # the others get rank 0's
+            if (self.mesh.tp.index or self.mesh.pp.index) and client:  # the others get rank 0's
                 per_rank.update(client=client)
 
         Ranks(world.group).gather(failed, collect)
