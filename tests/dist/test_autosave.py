@@ -357,7 +357,9 @@ def test_no_memory_without_a_launcher(tmp_path: Path, caplog: pytest.LogCaptureF
     engine.destroy()
 
 
-def test_engines_of_one_process_keep_their_checkpoints_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_one_process_keep_their_checkpoints_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """On disk by folders of their own, which a newer engine does not take from an older one in silence; then in memory, too."""
 
     def engine_of(folder: str, **every: int) -> Any:
@@ -379,12 +381,14 @@ def test_engines_of_one_process_keep_their_checkpoints_apart(tmp_path: Path, mon
         train(older)
     newer.destroy()
     resumed = engine_of("disk")
-    assert torch.equal(toy.checksum(resumed), wanted)
+    assert torch.equal(toy.checksum(resumed), wanted) and not caplog.text
     resumed.destroy()
     train(older)
     train(older)
     assert tags(tmp_path / "disk") == ["global_step1", "global_step4"], "the other has ended"
     idle = engine_of("disk/../disk", every_steps=1)  # as a reference model, which never steps
+    both = engine_of("disk")
+    assert "another engine of this process has resumed from" in caplog.text
     train(older)
     train(older)
     first, second = (engine_of(name, memory_every_steps=1) for name in ("one", "./one"))
@@ -392,7 +396,7 @@ def test_engines_of_one_process_keep_their_checkpoints_apart(tmp_path: Path, mon
     train(second)
     with pytest.raises(ValueError, match="two engines"):
         train(first)
-    for engine in (idle, older, first, second):
+    for engine in (idle, both, older, first, second):
         engine.destroy()
     sums = [train(engine_of(name, memory_every_steps=1)) for name in ("g", "d")]
     for engine in engines[-2:]:

@@ -36,6 +36,7 @@ from slipstream.world.mesh import Axis, Mesh
 logger = logging.getLogger(__name__)
 SAVE, STOP = 1.0, 2.0  # requests of a rank; the maximum over ranks is executed
 _newest: dict[str, Autosave] = {}  # absolute folder -> the one of this process whose engine began training last
+_resumed: weakref.WeakSet[Autosave] = weakref.WeakSet()  # those of this process that have loaded a checkpoint of their folder
 
 
 class Preempted(SystemExit):
@@ -173,10 +174,18 @@ class Autosave:
         """Load the newest checkpoint of the folder or in memory, if the config asks for it. Collective."""
         if self.plan.folder is None or not self.plan.resume:
             return
-        if self.memory is not None and self._resume_from_memory(engine, self.memory, self.plan.folder):
-            return
-        if any(self._world.gather(os.path.isdir(self.plan.folder))):  # a new host may lack the folder
+        place, memory = os.path.abspath(self.plan.folder), self.memory
+        is_in_memory = memory is not None and self._resume_from_memory(engine, memory, self.plan.folder)
+        if not is_in_memory and any(self._world.gather(os.path.isdir(place))):  # a new host may lack the folder
             engine.load_checkpoint(self.plan.folder)
+        if self.loaded:
+            if self.is_first and any(os.path.abspath(str(other.plan.folder)) == place for other in _resumed):
+                logger.warning(
+                    "another engine of this process has resumed from slipstream.checkpoint.folder %r, too: if one of them is a "
+                    'reference that is not trained, give it "resume": false, or it has the weights of the other',
+                    self.plan.folder,
+                )
+            _resumed.add(self)
 
     def _resume_from_memory(self, engine: Saved, memory: str, disk: str) -> bool:
         on_disk = _steps_in(disk, self._group)
@@ -197,6 +206,7 @@ class Autosave:
         place = os.path.abspath(self.plan.folder or "")
         if _newest.get(place) is self:
             del _newest[place]
+        _resumed.discard(self)
         while self._handlers:
             self._handlers.pop().leave(self)
 
