@@ -393,6 +393,10 @@ def test_what_sees_only_torchs_operations_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"in native code: trace the model before slipstream\.quantize, or call"):
             call()
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"without fullgraph=True, and torch\.export before slipstream\.quantize"
+    ):
+        torch.export.export(layer, (x,), strict=True)
     with pytest.raises(ValueError, match=r"is on meta, and its weight on cpu: move one of them"):
         layer(x.to("meta"))
     trained = slipstream.quantize(nn.Sequential(linear(64, 32)), bits=8)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from inspect import ismethod
 from typing import Any, TypeVar
 
 import torch
@@ -566,6 +567,10 @@ _UNPICKLED = (
     "(a hook of slipstream.initialize: a wired model and its engine cannot be pickled; save engine.state_dict(), or call "
     "engine.save_checkpoint(folder) or engine.save_pretrained(folder))"
 )
+_UNTRACED = (
+    "hooks, exchanges and native kernels of slipstream run between compiled graphs: use torch.compile without fullgraph=True, and "
+    "torch.export before slipstream.quantize or slipstream.initialize"
+)
 
 
 def eager(function: F) -> F:
@@ -580,8 +585,9 @@ def eager(function: F) -> F:
         return function(*args, **kwargs)
 
     marked: Any = run
-    marked.__qualname__ = _UNPICKLED  # pickle shows a function's name when it cannot write it
-    marked._torchdynamo_disable = True
+    if ismethod(function):  # a hook
+        marked.__qualname__ = _UNPICKLED  # pickle shows a function's name when it cannot write it
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _UNTRACED
     _compiler.set_code_exec_strategy(marked.__code__, _NEVER)
     return marked
 
