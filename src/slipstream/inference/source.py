@@ -1,5 +1,5 @@
-"""Where a model comes from: a *source* is a path, a live model, or the configuration of one. What can be known without its weights:
-its files, tokenizer and sampling defaults."""
+"""Where a model comes from. A *source* is a path, a live model, or a model's configuration. Reads what is known without the
+weights: files, tokenizer and sampling defaults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLES, SAMPLE_BYTES = 64, 1024  # of each file, for `weights_digest`
 
 
 def find_source(model: Any) -> Any:
-    """A path, or a live model or configuration."""
+    """Resolve to a path, or to a live model or configuration."""
     if isinstance(model, torch.nn.Module):
         return _checked_model(model)
     if not isinstance(model, (str, os.PathLike)):
@@ -47,7 +47,7 @@ def name_of(model: Any) -> str:
 
 
 def _unpacked(file: Path) -> Path:
-    """The folder beside a package's zip file that holds its contents; the first call makes it."""
+    """The folder beside a package's zip file that holds its contents; the first call creates it."""
     folder = file.with_suffix("")
     if not folder.is_dir():
         try:
@@ -56,7 +56,7 @@ def _unpacked(file: Path) -> Path:
                 os.rename(draft, folder)
                 os.mkdir(draft)  # for TemporaryDirectory, which removes it
         except OSError as error:
-            if folder.is_dir():  # another process has made it meanwhile
+            if folder.is_dir():  # another process has created it meanwhile
                 return folder
             hint = f"python -m zipfile -e {file} FOLDER, and give FOLDER as the model"
             raise ValueError(f"cannot unpack {file.name} into {file.parent} ({error.strerror}): {hint}") from None
@@ -83,7 +83,7 @@ def file_bytes(model: str) -> int:
 
 
 def weights_digest(model: str) -> str:
-    """Tells models apart whose files differ, at the cost of a few samples of them: sizes, headers and some of the weights."""
+    """A digest that differs between models whose files differ. It is cheap: sizes, headers and samples of the weights."""
     source = find_source(model)
     saved = trained.find(source) if source.is_dir() else None
     folder = source if saved is None else saved.directory / saved.tag
@@ -100,7 +100,7 @@ def weights_digest(model: str) -> str:
 
 
 def open_tokenizer(model: str, folder: str | None) -> Tokenizer | None:
-    """The tokenizer that `init_inference(model, tokenizer=folder)` has, without the model."""
+    """The tokenizer that `init_inference(model, tokenizer=folder)` uses, without loading the model."""
     source = find_source(model)
     if folder is not None:
         return given_tokenizer(folder)
@@ -123,7 +123,7 @@ def tokenizer_of(source: Any, metadata: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def sparse_mode(source: Any) -> str | None:
-    """The mode of the block-sparse attention that the model was trained with; None: all scores."""
+    """The mode of block-sparse attention with which the model was trained; None: dense attention."""
     config = getattr(source, "config", source)
     if isinstance(source, Path):
         saved = trained.find(source) if source.is_dir() else None

@@ -36,7 +36,7 @@ class Histogram:
 
 
 class Use(NamedTuple):
-    """Of experts on disk (`expert_store`), since the start: one that a layer of a forward needed was in memory, or was read."""
+    """Experts on disk (`expert_store`) that layers needed since the start: found in memory, or read."""
 
     hits: int = 0
     misses: int = 0
@@ -47,21 +47,21 @@ class Stats:
     """A snapshot. Token and request counts are totals since the start."""
 
     healthy: bool
-    waiting: int  # sequences in the queue, and those whose outputs nobody takes
+    waiting: int  # sequences in the queue, and held ones
     running: int  # sequences that hold blocks
     blocks: int  # of the KV cache
-    blocks_used: int  # by running sequences; blocks of the prefix cache alone count as free
+    blocks_used: int  # by running sequences; blocks that only the prefix cache holds count as free
     block_size: int  # tokens
     prompt_tokens: int  # computed or found in the cache
-    cached_tokens: int  # of these, found in the prefix cache
+    cached_tokens: int  # those of them found in the prefix cache
     generated_tokens: int
     draft_tokens: int  # proposed by speculative decoding
-    accepted_tokens: int  # of these, accepted
+    accepted_tokens: int  # those of them accepted
     preemptions: int
     forwards: int
     expert_hits: int  # both are 0 unless experts are on disk; see `Use`
     expert_misses: int
-    targets_met: int  # sequences with a target that have ended (stop or length): it was met
+    targets_met: int  # sequences with a target that ended (stop or length) and met it
     targets_missed: int
     finished: Mapping[Finish, int]  # sequences by finish reason
     tokens_per_second: float  # generated, over the last 10 seconds
@@ -78,11 +78,11 @@ class Stats:
     @property
     def kv_usage(self) -> float:
         """The used fraction of the KV cache, 0 to 1."""
-        return self.blocks_used / self.blocks if self.blocks else 0.0  # of no engine any more
+        return self.blocks_used / self.blocks if self.blocks else 0.0  # 0 blocks: no engine is left
 
 
 def total(parts: Sequence[Stats]) -> Stats:
-    """Of several engines, at least one: healthy if one is; all else is added, but for the size of a block."""
+    """Sum over several engines, at least one; healthy if one is. The block size is not summed."""
 
     def added(name: str) -> Any:
         values = [getattr(part, name) for part in parts]
@@ -96,7 +96,7 @@ def total(parts: Sequence[Stats]) -> Stats:
 
 
 def settled(stats: Stats) -> Stats:
-    """Of an engine that has ended: what it has counted."""
+    """The statistics of an ended engine: only totals remain."""
     return replace(
         stats, healthy=False, waiting=0, running=0, blocks=0, blocks_used=0, tokens_per_second=0.0, prompt_tokens_per_second=0.0
     )
@@ -127,7 +127,7 @@ class Meters:
     _recent: deque[tuple[float, int, int]] = field(default_factory=deque)  # (time, generated tokens, computed prompt tokens)
 
     def snapshot(self) -> dict[str, Any]:
-        """What `Stats` has under the same names."""
+        """Return the fields that `Stats` has under the same names."""
         return {one.name: deepcopy(getattr(self, one.name)) for one in fields(self) if one.name != "_recent"}
 
     def step(self, now: float, generated: int, computed: int) -> None:

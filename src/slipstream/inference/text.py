@@ -1,7 +1,7 @@
 """Tokenizers, chat templates and detokenization of streams.
 
 A `Tokenizer` is read from a Hugging Face folder or from a GGUF file's metadata, without transformers. `Stream` turns tokens into
-text and `StopStrings` cuts it at stop strings. The result of both is independent of how the input is split into pushes.
+text, and `StopStrings` cuts it at stop strings. The results of both do not depend on how the input is split into pushes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BROKEN = "\ufffd"  # what a decoder writes for bytes that are not a complete character
-LONGEST_PART = 3  # bytes of an incomplete character at most: UTF-8 has up to 4
+BROKEN = "\ufffd"  # written by decoders for bytes that are not a complete character
+LONGEST_PART = 3  # the most bytes of an incomplete character: UTF-8 has up to 4
 LONG = 2_000  # characters; from this length, encoding is worth a thread without the GIL
 SLICE = 1 << 16  # characters encoded at once when checking whether a text is too long
 DENSE = 8  # characters per token of the limit; a shorter text is encoded as a whole
@@ -56,9 +56,9 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         *,
-        special: Mapping[str, str] | None = None,  # role to text, for templates: {"bos_token": "<s>"}
+        special: Mapping[str, str] | None = None,  # role -> text, for templates: {"bos_token": "<s>"}
         end_ids: Iterable[int] = (),
-        templates: Mapping[str, str] | None = None,  # name to Jinja source: "default", optionally "tool_use"
+        templates: Mapping[str, str] | None = None,  # name -> Jinja source: "default", optionally "tool_use"
     ) -> None:
         self.backend = backend
         self.special = dict(special or {})
@@ -68,7 +68,7 @@ class Tokenizer:
         self._compiled: dict[str, jinja2.Template] = {}
 
     def digest(self) -> str:
-        """The same for the same tokens under the same numbers."""
+        """Equal for tokenizers with the same tokens under the same numbers."""
         tokens = sorted(self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
 
@@ -84,7 +84,7 @@ class Tokenizer:
         config = huggingface.read_tokenizer_config(folder / "tokenizer_config.json")
         generation = huggingface.read_generation(folder / "generation_config.json")
         model = huggingface.read_config(folder / "config.json") if (folder / "config.json").is_file() else {}
-        backend.no_truncation()  # it is set for training; here a prompt that is too long is rejected, not truncated
+        backend.no_truncation()  # it is set for training; here, too long prompts are rejected, not truncated
         backend.no_padding()
         for token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
             if backend.token_to_id(token[1]["content"]) is None:
@@ -119,7 +119,7 @@ class Tokenizer:
         ids = {role: token_id(name) for role, name in zip(ROLES, GGUF_ROLES, strict=True)}
         special = {f"{role}_token": tokens[value] for role, value in ids.items() if value is not None}
         ends = [ids["eos"], token_id("eot"), token_id("eom")]
-        # As llama.cpp: a sentencepiece vocabulary starts texts with BOS unless the file disables it.
+        # As in llama.cpp: a sentencepiece vocabulary starts texts with BOS unless the file disables it.
         around = {
             role: [tokens[value]]
             for role, default in (("bos", kind == "llama"), ("eos", False))
@@ -144,7 +144,7 @@ class Tokenizer:
 
     @cached_property
     def marks(self) -> dict[str, int]:
-        """The tokens that a grammar cannot write as text: special ones, and what llguidance takes for one."""
+        """The tokens that a grammar cannot write as text: special tokens, and tokens that llguidance treats as special."""
         added = {token.content: (i, token.special) for i, token in self._added.items()}
         return {text: i for text, (i, special) in added.items() if special or (text.startswith("<") and text.endswith(">"))}
 
@@ -162,10 +162,10 @@ class Tokenizer:
                 self._template(name)
 
     def encode(self, text: str, *, special: bool = True, max_tokens: int | None = None) -> list[int]:
-        """`special`: add the tokens that start every text (BOS). Not for `chat`'s text, in which the template writes them.
+        """`special`: add the tokens that start every text (BOS); not for `chat`'s text, where the template writes them.
 
-        Raises TooLongError, without encoding all of it, if the text has many more than `max_tokens`; a few more are returned.
-        A long text is encoded without the GIL."""
+        Raises TooLongError, without encoding all of the text, if it has many more than `max_tokens`; a few more are returned. A
+        long text is encoded without the GIL."""
         if max_tokens is not None and self._exceeds(text, max_tokens):
             raise TooLongError(max_tokens)
         if len(text) < LONG:
@@ -173,8 +173,8 @@ class Tokenizer:
         return list(self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
-        """The tokens of two texts as one, and the type of each. `most`: the longer text is cut, then both, to so many tokens."""
-        encode = self.backend.encode_batch if len(first) + len(second) >= LONG else self._encode_each  # the first without the GIL
+        """The tokens of two texts as one, and the type of each token. `most`: a limit, for which the longer is cut first."""
+        encode = self.backend.encode_batch if len(first) + len(second) >= LONG else self._encode_each  # encode_batch frees the GIL
         a, b = encode([first, second], add_special_tokens=False)
         room = len(a) + len(b) if most is None else max(most - self.backend.num_special_tokens_to_add(is_pair=True), 0)
         if len(a) + len(b) > room:
@@ -203,7 +203,7 @@ class Tokenizer:
 
     @cached_property
     def num_ends(self) -> int:
-        """Special tokens that `encode` adds after a text."""
+        """The number of special tokens that `encode` adds after a text."""
         mask = self.backend.encode("a").special_tokens_mask
         return next((i for i, special in enumerate(reversed(mask)) if not special), 0)
 
@@ -211,7 +211,7 @@ class Tokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that one token adds to a text, also if they are an incomplete character (OpenAI's logprobs)."""
+        """The bytes that a token adds to a text, even if they are an incomplete character (OpenAI's logprobs)."""
         text = self.backend.id_to_token(token)
         if text is None:
             return b""
@@ -237,7 +237,7 @@ class Tokenizer:
 
     @property
     def template(self) -> str:
-        """The source of the chat template that shows tools; "" if there is none."""
+        """The source of the chat template that renders tools; "" if there is none."""
         return self.templates.get(self._template_name(True), "")
 
     @cached_property
@@ -264,7 +264,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Render a conversation as text, which must be encoded with special=False. Messages as in OpenAI's API, plain JSON values.
+        """Render a conversation as text, which must be encoded with special=False. `messages`: as in OpenAI's API, plain JSON
+        values.
 
         Raises ValueError if there is no template, if it rejects the messages (with its message) or if it fails.
         """
@@ -291,12 +292,12 @@ class Tokenizer:
 
 
 class Stream:
-    """Detokenizes a stream: text is returned as soon as it is complete, without partial characters, and with the spaces of the text
-    decoded at once.
+    """Detokenizes a stream. Text is returned as soon as it is complete, without partial characters, and with the same spaces as the
+    text decoded at once.
 
     Only a window is decoded, from before the last position at which the text was complete: constant work per token. The results of
-    `push` and `finish` add up to `decode(prompt + tokens)` without the prompt's text. (If a decoder replaces a whole run of byte
-    tokens because of a wrong one, text that was returned before stays.)
+    `push` and `finish` add up to `decode(prompt + tokens)` without the prompt's text. (A decoder may replace a whole run of byte
+    tokens because of a wrong one; text returned before is then not changed.)
     """
 
     WINDOW = 24  # tokens; a longer run without complete text is not an incomplete character
@@ -304,7 +305,7 @@ class Stream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._decode = tokenizer.backend.decode
         self._hidden = tokenizer.hidden
-        # Decoders strip the space of a text's first token, and the first generated token is not the first: prepend the prompt.
+        # Decoders strip the space of a text's first token. The first generated token is not the first, so prepend the prompt.
         shown = [i for i in prompt[-self.WINDOW :] if i not in self._hidden]
         for num in range(8, self.WINDOW + 1):
             self._ids = shown[-num:]
@@ -315,7 +316,7 @@ class Stream:
         self._sent = len(self._text)  # characters of the window's text that were returned
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that is now complete and was not returned before."""
+        """Return the text that is complete now and was not returned before."""
         shown = [i for i in ids if i not in self._hidden]  # hidden ones would fill the window
         if not shown:
             return ""
@@ -350,10 +351,10 @@ class Stream:
 
 
 class StopStrings:
-    """Passes text through up to the first stop string, holding back a possible beginning of one.
+    """Passes text through up to the first stop string, and holds back a possible beginning of one.
 
-    First means complete first (the longest of several), so the result does not depend on the split. One Knuth-Morris-Pratt
-    automaton per stop string: constant work per character. Do not pass text before min_tokens are reached.
+    First means completed first (the longest of several), so the result does not depend on the split. One Knuth-Morris-Pratt
+    automaton per stop string: constant work per character. Pass no text before min_tokens are reached.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -387,7 +388,7 @@ class StopStrings:
 
 
 def _advanced(stop: str, borders: Sequence[int], n: int, character: str) -> int:
-    """The length of the longest prefix of `stop` that a text ends with, which was `n` before this character."""
+    """The length of the longest prefix of `stop` that ends the text after `character`; it was `n` before."""
     while n and stop[n] != character:
         n = borders[n - 1]
     return n + (stop[n] == character)
@@ -427,7 +428,7 @@ def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The form that templates expect: content is a string, a tool call's arguments an object."""
+    """Convert to the form that templates expect: content is a string, a tool call's arguments an object."""
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, (list, tuple)):
@@ -486,8 +487,8 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-# GGUF: the file has the vocabulary and the name of a pre-tokenizer. llama.cpp has the list of names (src/llama-vocab.cpp),
-# transformers the same patterns in the syntax of `tokenizers`.
+# A GGUF file has the vocabulary and the name of a pre-tokenizer. llama.cpp has the list of names (src/llama-vocab.cpp),
+# transformers has the same patterns in the syntax of `tokenizers`.
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -1,9 +1,10 @@
-"""TLS 1.3 over the connection of a server to an engine on another host, below `handshake` and `wire`.
+"""TLS 1.3 for connections from a server to an engine on another host, below `handshake` and `wire`.
 
-The engine shows a certificate, which the server verifies, its host included; who the server is, the secret of `handshake` says.
+The engine shows a certificate, and the server verifies it, including the host name. The server proves its identity by the secret of
+`handshake`.
 
-[Note: Two threads] One thread of a `wire.Link` receives while another sends, which OpenSSL's objects do not allow. So `Encrypted`
-moves the bytes itself, and OpenSSL only sees them, under a lock that nobody holds while he waits for the network.
+[Note: Two threads] One thread of a `wire.Link` receives while another sends, which OpenSSL's objects do not support. So `Encrypted`
+moves the bytes itself. OpenSSL only sees them under a lock, which no thread holds while it waits for the network.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from typing import TypeAlias
 logger = logging.getLogger(__name__)
 
 TIME = 5.0  # seconds for the TLS handshake
-LOOK = 1.0  # seconds between two looks at the files of a certificate
+LOOK = 1.0  # seconds between two checks of a certificate's files
 PART = 1 << 16  # bytes that are received at once
 FLUSH = 1 << 18  # bytes that are encrypted at once
 
 
 def engine_context(cert: str | os.PathLike[str], key: str | os.PathLike[str] | None) -> ssl.SSLContext:
-    """Of the files of a certificate and its key (None: in the same file), in PEM. Raises OSError for others."""
+    """Load a certificate and its key (None: in the same file), in PEM. Raises OSError for other files."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(cert, key)
@@ -35,26 +36,26 @@ def engine_context(cert: str | os.PathLike[str], key: str | os.PathLike[str] | N
 
 
 def server_context(authorities: str | os.PathLike[str]) -> ssl.SSLContext:
-    """Trusts the certificates that those in the file have signed, and these themselves. Raises OSError for another file."""
+    """Trust the certificates in the file, and those that they have signed. Raises OSError for another file."""
     context = ssl.create_default_context(cafile=authorities)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.hostname_checks_common_name = False  # only subjectAltName says whose it is
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a certificate in the file is trusted, whoever has signed it
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13's default; authorities made by hand lack its extensions
+    context.hostname_checks_common_name = False  # only subjectAltName is checked
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a certificate in the file is trusted, whoever signed it
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13's default; hand-made authorities lack the required extensions
     return context
 
 
 class Certificate:
-    """The files of a certificate and its key, which a context shows. When they change, new connections get the new one."""
+    """The files of a certificate and its key, for a context. When the files change, new connections get the new certificate."""
 
     def __init__(self, context: ssl.SSLContext, cert: str | os.PathLike[str], key: str | os.PathLike[str] | None) -> None:
-        """The context has loaded them."""
+        """The context has loaded the files."""
         self.context, self._files = context, (cert, key)
         self._seen = self._tried = self._stamp()
-        self._next = 0.0  # when to look again, by time.monotonic
+        self._next = 0.0  # time.monotonic of the next check
 
     def look(self) -> None:
-        """Load them again if they have changed before the last look: by then they are complete. Call it often, from one thread."""
+        """Reload the files if they changed before the previous check: by now they are complete. Call it often, from one thread."""
         if (now := time.monotonic()) < self._next:
             return
         self._next = now + LOOK
@@ -64,8 +65,7 @@ class Certificate:
         self._tried = self._seen
         cert, key = self._files
         try:
-            # First into another one: a key of another certificate would leave this one without a key. Nobody can be asked for a
-            # password.
+            # First into a separate context: a mismatched key would leave this one without a key. Nobody can enter a password.
             for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.context):
                 context.load_cert_chain(cert, key, password=lambda: "")
         except OSError as error:
@@ -83,15 +83,15 @@ class Certificate:
 
 
 class Encrypted:
-    """What `handshake` and `wire` use of a socket, over one that is connected. One thread may send while another one receives."""
+    """The part of a socket that `handshake` and `wire` use, over a connected one. One thread may send while another receives."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, host: str | None = None) -> None:
-        """`host`: of the engine, for the server's end. Raises OSError if the other end speaks no TLS or takes longer than TIME, and
-        ssl.SSLCertVerificationError for a certificate that is not trusted, or of another host."""
+        """`host`: the engine's, given only on the server's end. Raises OSError if the other end speaks no TLS or takes longer than
+        TIME, and ssl.SSLCertVerificationError for a certificate that is not trusted or belongs to another host."""
         self._connection = connection
         self._received, self._unsent = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._received, self._unsent, server_side=host is None, server_hostname=host)
-        self._turn = threading.Lock()  # of the three above
+        self._turn = threading.Lock()  # guards the three above
         self._sending = threading.Lock()  # so that records leave in order
         deadline = time.monotonic() + TIME
         connection.settimeout(TIME)
@@ -104,7 +104,7 @@ class Encrypted:
             self._received.write(part)
 
     def _shaken(self) -> bool:
-        """Go on with the handshake; whether it is complete."""
+        """Continue the handshake; return whether it is complete."""
         try:
             self._tls.do_handshake()
             done = True
@@ -112,7 +112,7 @@ class Encrypted:
             done = False
         except ssl.SSLError:
             with suppress(OSError):  # the other end may be gone
-                self._connection.sendall(self._unsent.read())  # what is wrong
+                self._connection.sendall(self._unsent.read())  # tells the other end what is wrong
             raise
         self._connection.sendall(self._unsent.read())
         return done
@@ -131,8 +131,8 @@ class Encrypted:
                 self._connection.sendall(records)
 
     def recv(self, num: int) -> bytes:
-        """At most so many bytes; none at the end. What OpenSSL answers by itself (to an update of keys) leaves with the next
-        `sendall`, so that receiving never waits for the other end to receive."""
+        """At most `num` bytes; empty at the end. OpenSSL's own replies (to a key update) are sent with the next `sendall`, so that
+        receiving never waits for the other end to receive."""
         while True:
             with self._turn:
                 try:
@@ -146,7 +146,7 @@ class Encrypted:
                 self._received.write(part) if part else self._received.write_eof()
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """It keeps the descriptor, as a socket's does: `close` while another thread receives must not free its number."""
+        """It keeps the descriptor open, as a socket's file does: `close` while another thread receives must not free the number."""
         return io.BufferedReader(_Decrypted(self, self._connection.makefile("rb", 0)), PART)
 
     def shutdown(self, how: int) -> None:

@@ -26,7 +26,7 @@ class Trained(NamedTuple):
     config: dict[str, Any]  # like config.json
 
     def state(self) -> dict[str, Tensor]:
-        """Read parameters and buffers, by their names in the model. Checksums are verified."""
+        """Read parameters and buffers, by their names in the model, and verify checksums."""
         tensors = {
             name: torch.empty(info.shape, dtype=info.dtype)
             for name, info in self.tensors.items()
@@ -37,7 +37,7 @@ class Trained(NamedTuple):
 
 
 def find(path: Path) -> Trained | None:
-    """The checkpoint that the folder is or that its `latest` names; None if there is none, or for a file or Hugging Face folder."""
+    """The checkpoint in this folder, or the one that its `latest` names; None without one, or for a file or Hugging Face folder."""
     path = path.resolve()
     if path.is_file() or (path / "config.json").is_file():
         return None
@@ -56,7 +56,7 @@ def find(path: Path) -> Trained | None:
 
 
 def open_model(trained: Trained, dtype: torch.dtype | None) -> Any:
-    """Create the live transformers model; dtype None: as it was saved. Raises UnsupportedModel."""
+    """Create the live transformers model. dtype None: as saved. Raises UnsupportedModel."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     path, state = trained.directory / trained.tag, trained.state()

@@ -25,11 +25,11 @@ _WRAPPERS = re.compile(r"^((base_model\.model|module|_orig_mod)\.)+")  # the pre
 
 
 class WeightForm(NamedTuple):
-    """How a weight is stored."""
+    """The form in which a weight is stored."""
 
     kind: torch.dtype | type[Codes]
     device: torch.device
-    group: int = 0  # of Int4: inputs per scale
+    group: int = 0  # only Int4: inputs per scale
 
     @classmethod
     def of(cls, weight: Matrix) -> WeightForm:
@@ -49,7 +49,8 @@ class WeightForm(NamedTuple):
         return type(matrix)(*(part.to(self.device) for part in matrix))
 
 
-Places = Mapping[str, tuple[tuple[int, ...], list[tuple[str, Pick]]]]  # of a tensor: its shape, its roles, what picks their parts
+# tensor name -> (shape, [(role, function that selects its part)])
+Places = Mapping[str, tuple[tuple[int, ...], list[tuple[str, Pick]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class UpdateTarget:
     places: Places
     forms: Mapping[str, WeightForm]  # by role
     idle: frozenset[str]  # names that are accepted and ignored
-    rename: Callable[[str], str] = str  # to the names of `places`
+    rename: Callable[[str], str] = str  # translates to the names of `places`
 
     @classmethod
     def decoder(cls, config: TransformerConfig, weights: DecoderWeights) -> UpdateTarget:
@@ -71,7 +72,7 @@ class UpdateTarget:
 
     @classmethod
     def module(cls, model: torch.nn.Module) -> UpdateTarget:
-        """A live model's parameters; the role of each is its name."""
+        """A live model's parameters; each one's role is its name."""
         named = dict(model.named_parameters())
         places: Places = {name: (tuple(one.shape), [(name, lambda w: w)]) for name, one in named.items()}
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named.keys()
@@ -80,7 +81,7 @@ class UpdateTarget:
 
     @torch.no_grad()
     def fill(self, put: Callable[[str, Matrix], None], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Call `put(role, weight)`, that of core.Runner, for every weight.
+        """Call core.Runner's `put(role, weight)` for every weight.
 
         Raises ValueError if a name is unknown, a shape is wrong or weights are missing.
         """

@@ -1,8 +1,8 @@
 """A transformer's weights by role, independent of the file format. Row-major [out, in] as in `nn.Linear`.
 
-`quantize` makes matrices int8 (per output channel) or int4 (per group of inputs): those of attention and MLPs (experts included).
-Norms, biases, the router (its top-k is discontinuous) and the embedding (a lookup, not a product) stay. The output matrix is int8
-for both kinds, because its error goes directly into the logits.
+`quantize` makes matrices of attention and MLPs (experts included) int8 (per output channel) or int4 (per group of inputs). Norms,
+biases, the router (its top-k is discontinuous) and the embedding (a lookup, not a product) stay unquantized. The output matrix is
+int8 for both kinds, because its error goes directly into the logits.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class LayerWeights:
     input_norm: Tensor | None = None  # [hidden], before attention
     mlp_norm: Tensor | None = None  # [hidden], before the MLP
     q: Matrix  # [num_heads * head_dim, hidden]
-    k: Matrix  # with latents, of each head: [num_heads * rank, plain_dim], see `config.Latent`
-    v: Matrix  # and [num_heads * value_dim, rank]
+    k: Matrix  # latent attention: [num_heads * rank, plain_dim], see `config.Latent`
+    v: Matrix  # latent attention: [num_heads * value_dim, rank]
     out: Matrix  # [hidden, num_heads * head_dim]
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
     out_bias: Tensor | None = None
-    q_norm: Tensor | None = None  # [head_dim], or of all heads if the norm is over them together
+    q_norm: Tensor | None = None  # [head_dim], or all heads' if the norm is over them together
     k_norm: Tensor | None = None
     q_norm_bias: Tensor | None = None
     k_norm_bias: Tensor | None = None
-    q_norms: list[Tensor] = field(default_factory=list)  # [head_dim] of each head, if each has its own
+    q_norms: list[Tensor] = field(default_factory=list)  # [head_dim] per head, if each head has its own
     k_norms: list[Tensor] = field(default_factory=list)
     latent: Matrix | None = None  # [rotary_dim + rank, hidden]
     latent_bias: Tensor | None = None
@@ -52,16 +52,16 @@ class LayerWeights:
     q_latent: Matrix | None = None  # [q_rank, hidden]
     q_latent_bias: Tensor | None = None
     q_latent_norm: Tensor | None = None
-    attn_post_norm: Tensor | None = None  # of the outputs, see `config.NORMS`
+    attn_post_norm: Tensor | None = None  # norm of the output, see `config.NORMS`
     mlp_post_norm: Tensor | None = None
     input_norm_bias: Tensor | None = None
     mlp_norm_bias: Tensor | None = None
     attn_post_norm_bias: Tensor | None = None
     mlp_post_norm_bias: Tensor | None = None
     mlp: Mlp | None = None  # if the layer is dense
-    experts: list[Mlp] = field(default_factory=list)  # if it is routed
+    experts: list[Mlp] = field(default_factory=list)  # if the layer is routed
     router: Tensor | None = None  # [num_experts, hidden]
-    router_bias: Tensor | None = None  # [num_experts], on the choice
+    router_bias: Tensor | None = None  # [num_experts], changes only the choice
     shared: Mlp | None = None
     shared_gate: Tensor | None = None  # [1, hidden]
 
@@ -73,7 +73,7 @@ class LayerWeights:
 
     @property
     def latents(self) -> tuple[Matrix, Tensor]:
-        """The matrix of a key and the norm of its latent."""
+        """The matrix that computes the shared key, and the norm of its latent."""
         if self.latent is None or self.latent_norm is None:
             raise ValueError("this layer's attention has no latents")
         return self.latent, self.latent_norm
@@ -89,7 +89,7 @@ class LayerWeights:
 class DecoderWeights:
     embed: Matrix  # [vocab, hidden], or [vocab, embed_size]
     final_norm: Tensor | None  # [hidden]
-    head: Matrix | None  # [vocab, hidden]; None: the embedding, or none
+    head: Matrix | None  # [vocab, hidden]; None: the embedding is used, or there is no head
     layers: list[LayerWeights]
     final_norm_bias: Tensor | None = None
     head_bias: Tensor | None = None
@@ -100,11 +100,11 @@ class DecoderWeights:
     embed_in: Matrix | None = None  # [hidden, embed_size]
     embed_in_bias: Tensor | None = None
     embed_out: Matrix | None = None  # [embed_size, hidden], before the head
-    read_layer: Callable[[int], LayerWeights] | None = None  # reads one; in `layers`, matrices are on meta then
+    read_layer: Callable[[int], LayerWeights] | None = None  # reads one layer; matrices in `layers` are then on meta
 
 
 def leaves(part: Any, path: str = "") -> Iterator[tuple[str, Matrix]]:
-    """All weights that are present, with their role: the path, like "layers.3.mlp.gate"."""
+    """Yield (role, weight) for all weights that are present; the role is the path, like "layers.3.mlp.gate"."""
     match part:
         case Tensor() | Int8() | Int4() | KQuant():
             yield path, part
@@ -117,7 +117,7 @@ def leaves(part: Any, path: str = "") -> Iterator[tuple[str, Matrix]]:
 
 
 def mapped(part: Any, change: Callable[[str, Matrix], Matrix], path: str = "") -> Any:
-    """The same weights with `change(role, weight)` in place of each, in the order of `leaves`."""
+    """The same structure with `change(role, weight)` in place of each weight, in the order of `leaves`."""
     match part:
         case Tensor() | Int8() | Int4() | KQuant():
             return change(path, part)
@@ -131,7 +131,7 @@ def mapped(part: Any, change: Callable[[str, Matrix], Matrix], path: str = "") -
 
 
 def put(weights: DecoderWeights, role: str, weight: Matrix) -> None:
-    """Replace the weight of a role; it must exist."""
+    """Replace the weight of a role, which must exist."""
     owner: Any = weights
     *path, name = role.split(".")
     for step in path:
@@ -143,8 +143,8 @@ def put(weights: DecoderWeights, role: str, weight: Matrix) -> None:
 
 
 def quantize(weights: DecoderWeights, kind: str, group: int = 32, *, has_head: bool = True) -> DecoderWeights:
-    """The same decoder with matrices of `kind`, "int8" or "int4"; int8 for both if the group size does not divide the inputs. Those
-    that are quantized already stay as they are."""
+    """The same decoder with matrices of `kind`, "int8" or "int4"; int8 for both if the group size does not divide the inputs.
+    Matrices that are quantized already stay unchanged."""
     if kind not in ("int8", "int4"):
         raise ValueError(f'kind is {kind!r}; it must be "int8" or "int4"')
 

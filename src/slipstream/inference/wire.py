@@ -1,8 +1,8 @@
 """Messages between the HTTP server's process and an engine's (`replica`): JSON in frames over a stream socket.
 
-A frame is its length in 4 bytes, little-endian, and a JSON array of messages. A message is an array that begins with its kind
-(`open` and `refused` are of an engine that the server starts, `leave` of one that others have started and now end; a zygote's are
-in `replica`):
+A frame is its length in 4 bytes, little-endian, and a JSON array of messages. A message is an array that begins with its kind.
+`open` and `refused` are only used with an engine that the server starts, `leave` by an engine that was started elsewhere and now
+ends. A zygote's messages are in `replica`:
 
     to the engine                                from the engine
     open, model, options, replicas, cores        ready, facts   or   refused, why
@@ -11,7 +11,7 @@ in `replica`):
     cancel, number                               output, number, output
     hold, number, held                           leave, 0
 
-Numbers are in JSON as Python's repr, so floats arrive as the bits that were sent.
+Numbers are written as Python's repr, so floats arrive with identical bits.
 """
 
 from __future__ import annotations
@@ -32,33 +32,32 @@ from slipstream.inference.engine import ClosedError, Logprob, Output, Usage, nby
 from slipstream.inference.stats import Histogram, Stats
 from slipstream.inference.tls import Connection
 
-MAX_FRAME = 1 << 30  # bytes; a longer one is not of this protocol
-FLUSH = 2.0  # seconds for the other end to take what was sent before the end
-BEAT = 2.0  # seconds after which an end with nothing to say says so
-SILENCE = 5  # beats after which the other end, or the way to it, is taken for lost
-SLICE = 64 << 10  # bytes that the other end has to take in that time, and that the kernel keeps for it
-MAX_AHEAD = 1 << 20  # bytes of memory, about, of outputs that the other end has not taken; with more, a link is full
-MAX_BATCH = 256  # messages of a frame
+MAX_FRAME = 1 << 30  # bytes; a longer frame is not of this protocol
+FLUSH = 2.0  # seconds for the other end to read pending messages at the end
+BEAT = 2.0  # seconds without a message after which an end sends an empty frame
+SILENCE = 5  # beats without a message after which the other end, or the network, is taken for lost
+SLICE = 64 << 10  # bytes that the other end must read in that time, and that the kernel buffers
+MAX_AHEAD = 1 << 20  # bytes, approximately, of unread outputs beyond which a link is full
+MAX_BATCH = 256  # messages per frame
 _ERRORS: Mapping[str, type[Exception]] = {"value": ValueError, "full": QueueFullError, "closed": ClosedError}
 
 
 class Link:
     """One end of a connection. `send` returns at once, from any thread; one thread reads `messages`.
 
-    A thread of its own, which the first `send` starts, writes what was sent since its last frame as the next one: a step of the
-    engine is one frame. What the other end does not take is kept, so who sends outputs without being asked stops making them
-    while the link is `full`."""
+    The first `send` starts a writer thread. Each of its frames has all messages sent since the frame before: a step of the engine
+    is one frame. Unread messages are kept, so a sender of outputs must stop generating while the link is `full`."""
 
     def __init__(self, connection: Connection, beat: float | None = None) -> None:
         """`beat`: of `live`, between hosts."""
         self.connection = connection
         self._beat: float | None = None
-        self._begins = False  # to beat, while the writer waits without one
+        self._begins = False  # starts the heartbeat while the writer waits without one
         connection.settimeout(None)
-        self.messages = self._read()  # until the other end closes the connection
+        self.messages = self._read()  # ends when the other end closes the connection
         self._unsent: list[Sequence[Any]] = []
-        self._ahead = 0  # bytes, about, of the outputs in it and in the frame that is being written
-        self._waiting: list[Callable[[], object]] = []  # for room
+        self._ahead = 0  # bytes, approximately, of outputs in it and in the frame being written
+        self._waiting: list[Callable[[], object]] = []  # called when there is room
         self._closed = False
         self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write, name="slipstream-wire", daemon=True)
@@ -66,8 +65,8 @@ class Link:
             self.live(beat)
 
     def live(self, beat: float = BEAT) -> None:
-        """From now on write an empty frame when there was nothing for `beat` seconds, and end the connection if the other end,
-        which must do so too, is silent for SILENCE times as long: it has stopped, or cannot be reached."""
+        """From now on write an empty frame after `beat` seconds without a message. End the connection if the other end, which must
+        do the same, is silent for SILENCE beats: it has stopped, or cannot be reached."""
         self.connection.settimeout(beat * SILENCE)
         with self._changed:
             self._beat, self._begins = beat, True
@@ -76,7 +75,7 @@ class Link:
             self._changed.notify()
 
     def send(self, *message: Any) -> None:
-        """An `Output` is packed by the writer, so that it costs the engine's thread nothing."""
+        """The writer packs an `Output`, so that this costs the engine's thread nothing."""
         with self._changed:
             if self._closed:
                 return
@@ -88,17 +87,17 @@ class Link:
 
     @property
     def full(self) -> bool:
-        """The other end takes outputs more slowly than they are sent."""
+        """Whether the other end reads outputs more slowly than they are sent."""
         return self._ahead > MAX_AHEAD
 
     def when_room(self, call: Callable[[], object]) -> None:
-        """Call it, now or from another thread, once half of what makes a link full is taken. Not if the connection ends."""
+        """Call `call`, now or from another thread, once half of a full link's limit is free; never if the connection ends."""
         with self._changed:
             self._waiting.append(call)
         self._took(0)
 
     def close(self) -> None:
-        """Write what was sent, and end the connection. The other end may be gone."""
+        """Write pending messages, then end the connection. The other end may be gone."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -120,9 +119,9 @@ class Link:
                     return
             try:
                 frame = memoryview(frame_of(batch))
-                for start in range(0, len(frame), SLICE):  # the timeout is each one's
+                for start in range(0, len(frame), SLICE):  # the timeout applies to each slice
                     self.connection.sendall(frame[start : start + SLICE])
-            except OSError:  # it is lost, or takes nothing
+            except OSError:  # the connection is lost, or the other end reads nothing
                 self._lose()
                 return
             self._took(sum(map(_nbytes, batch)))
@@ -137,7 +136,7 @@ class Link:
             call()
 
     def _lose(self) -> None:
-        """End the connection, with what is unsent: its reader ends."""
+        """End the connection and drop pending messages: the reader ends."""
         with self._changed:
             self._closed, self._unsent, self._ahead = True, [], 0
         with suppress(OSError):
@@ -150,18 +149,18 @@ class Link:
                     if (length := int.from_bytes(head, "little")) > MAX_FRAME or len(frame := stream.read(length)) < length:
                         return
                     yield from json.loads(frame)
-            except (OSError, ValueError):  # it is lost, closed here, or not of this protocol
+            except (OSError, ValueError):  # lost, closed here, or not of this protocol
                 return
 
 
 def keep_little(connection: socket.socket) -> None:
-    """Let the kernel keep SLICE bytes, beside those on the way, that the other end does not read, and not 4 MB: nothing is made for
-    it that it may never read. Of a listening socket, it holds for all that it accepts."""
+    """Let the kernel buffer SLICE unread bytes, besides those in flight, instead of 4 MB: so nothing is generated that may never be
+    read. Connections inherit this from a listening socket."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SLICE)
 
 
 def is_readable(descriptor: int, seconds: float) -> bool:
-    """Within so many seconds. Any descriptor will do: those of a server with many clients are too large for `select`."""
+    """Whether the descriptor is readable within `seconds`. A server's descriptors can be too large for `select`."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
@@ -204,7 +203,7 @@ def _logprob(token: int, value: float, top: Sequence[Sequence[Any]]) -> Logprob:
 
 
 def packed_params(params: SamplingParams) -> dict[str, Any]:
-    """The fields that are not at their default, for SamplingParams. JSON has texts as keys only, so the biases are pairs."""
+    """The fields that differ from their defaults, for SamplingParams. JSON keys are strings, so biases are pairs."""
     changed = {one.name: getattr(params, one.name) for one in fields(params)}
     changed = {name: value for name, value in changed.items() if value != getattr(_DEFAULTS, name)}
     return changed | ({"logit_bias": list(params.logit_bias.items())} if params.logit_bias else {})
@@ -212,7 +211,7 @@ def packed_params(params: SamplingParams) -> dict[str, Any]:
 
 _DEFAULTS = SamplingParams()
 _FIELDS = ",".join(one.name for kind in (SamplingParams, Request, Output, Stats) for one in fields(kind))
-# Of both ends: the package's (which no room may import), and what messages carry, which differs between two commits of it.
+# For both ends: the package's version (which no room may import), and a digest of the messages' fields.
 VERSION = f"{sys.modules['slipstream'].__version__} (messages {hashlib.sha256(_FIELDS.encode()).hexdigest()[:8]})"
 
 
@@ -227,7 +226,7 @@ def stats_of(packed: Mapping[str, Any]) -> Stats:
 
 
 def packed_error(error: Exception) -> tuple[str, str]:
-    """Its kind and its text."""
+    """The error's kind and text."""
     kind = next((name for name, one in _ERRORS.items() if isinstance(error, one)), "closed")
     return kind, str(error) if kind in _ERRORS and isinstance(error, _ERRORS[kind]) else f"{type(error).__name__}: {error}"
 

@@ -85,7 +85,7 @@ class Thoughts:
         self._fresh = True  # only white space since the last mark, which is dropped
 
     def push(self, text: str, *, last: bool) -> tuple[str, str]:
-        """Add `text`; return what is certain to be reasoning, and what is certain not to be."""
+        """Add `text`; return the part that is certain to be reasoning, and the part that is certain not to be."""
         self._text += text
         thoughts = rest = ""
         if self._mark == self.marks[0]:  # reasoning comes first or not at all
@@ -114,7 +114,7 @@ class Thoughts:
 
 
 def overlap(text: str, mark: str) -> int:
-    """The length of the longest beginning of `mark` that `text` ends with."""
+    """The length of the longest prefix of `mark` that `text` ends with."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
@@ -160,7 +160,7 @@ def _read_deepseek(text: str, functions: Functions) -> list[Call]:
 
 
 def _read_qwen_coder(text: str, functions: Functions) -> list[Call]:
-    """<function=NAME><parameter=KEY>VALUE</parameter></function>; a value that its schema does not say to be text is JSON."""
+    """<function=NAME><parameter=KEY>VALUE</parameter></function>. A value is JSON unless its schema says that it is text."""
     calls = []
     for call in re.finditer(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", text, re.DOTALL):
         arguments: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def _read_qwen_coder(text: str, functions: Functions) -> list[Call]:
 
 
 def _checked(calls: list[Call], functions: Functions) -> list[Call]:
-    """None of them unless all are calls of `functions` with an object as arguments."""
+    """Return the calls if all are calls of `functions` with an object as arguments, else none."""
     try:
         parsed = [(name, json.loads(arguments)) for name, arguments in calls]
     except (ValueError, RecursionError):
@@ -185,7 +185,7 @@ def _checked(calls: list[Call], functions: Functions) -> list[Call]:
 
 
 _HERMES = '<tool_call>\n{"name": "{}", "arguments": '
-# What is in a chat template that writes calls in a form; the first that is decides. The last is Hermes', Qwen's and SmolLM2's.
+# (text in a chat template, the form of its calls); the first match decides. The last is Hermes', Qwen's and SmolLM2's.
 FORMS: tuple[tuple[str, CallForm], ...] = (
     ("<function=", CallForm("<tool_call>", "</tool_call>", _read_qwen_coder)),
     (

@@ -31,7 +31,7 @@ class FunctionCall(Fields):
 class ToolCall(Fields):
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None  # of a stream's part
+    index: int | None = None  # only in parts of a stream
     function: FunctionCall
 
 
@@ -59,7 +59,7 @@ class Message(Fields):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: with their names of roles and fields, and without those that are not set."""
+        """The message in the form that chat templates expect, with their names of roles and fields, without unset fields."""
         message = self.model_dump(exclude_none=True, exclude={"function_call"})
         if self.function_call is not None:
             message["tool_calls"] = [{"type": "function", "function": self.function_call.model_dump()}]
@@ -75,7 +75,7 @@ class Function(Fields):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None  # a forced call always follows its schema
+    strict: bool | None = None  # no effect: a forced call always follows its schema
 
 
 class Tool(Fields):
@@ -102,13 +102,13 @@ class JsonSchema(Fields):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     schema_: dict[str, JsonValue] = Field(alias="schema")
-    strict: bool | None = None  # the output always follows the schema
+    strict: bool | None = None  # no effect: the output always follows the schema
 
 
 class ResponseFormat(Fields):
     type: Annotated[Literal["text", "json_object", "json_schema"], explained("type", "must be text, json_object or json_schema")]
     json_schema: JsonSchema | None = None
-    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")  # llama.cpp's, and instructor's: of json_object
+    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")  # of json_object, as in llama.cpp and instructor
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
@@ -134,7 +134,7 @@ class ChatRequest(SampledFields):
     ] = None
     parallel_tool_calls: bool | None = None  # a forced choice always makes one call
 
-    reasoning_effort: str | None = None  # these are variables of the chat template
+    reasoning_effort: str | None = None  # this and the next are variables of the chat template
     think: bool | str | None = None  # Ollama's enable_thinking
     chat_template_kwargs: dict[str, JsonValue] | None = None
     add_generation_prompt: bool | None = None
@@ -176,7 +176,7 @@ class ChatRequest(SampledFields):
             raise wrong(formatted[0], f"{formatted[0]} and {other} both decide the form of the output; keep one")
 
     def offered(self) -> list[Tool]:
-        """The tools in the prompt: none if tool_choice is none, so that the model calls none."""
+        """The tools in the prompt; none if tool_choice is "none", so that the model calls none."""
         chosen = self._chosen() if isinstance(self.tool_choice, ToolSubset) else None
         tools = [] if self.tool_choice == "none" else self.tools or []
         return [tool for tool in tools if chosen is None or tool.function.name in chosen]
@@ -214,7 +214,7 @@ class ChatRequest(SampledFields):
         return {"anyOf": calls}
 
     def variables(self) -> dict[str, tuple[str, Any]]:
-        """By name, the variables of the chat template that fields set, and the fields."""
+        """Variables of the chat template that fields of the request set: name -> (field, value)."""
         given = {name: (f"chat_template_kwargs.{name}", value) for name, value in (self.chat_template_kwargs or {}).items()}
         effort = self.think if isinstance(self.think, str) else self.reasoning_effort
         if effort is not None:
@@ -234,7 +234,7 @@ class ChatRequest(SampledFields):
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """Rewrite a JSON schema that becomes a part of another one: its local references start at `to`."""
+    """Rewrite a JSON schema that is embedded in another one at `to`, so that its local references start there."""
     match schema:
         case {"$ref": str(target), **others} if target.startswith("#"):
             return {"$ref": to + target[1:], **{key: _moved(value, to) for key, value in others.items()}}
@@ -309,7 +309,7 @@ def _render(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:
 def templated(
     server: Serving, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], starts: bool, variables: Mapping[str, Any]
 ) -> str:
-    """The text of a chat; starts: with the beginning of an answer. Raises RequestError."""
+    """The text of a chat; `starts`: including the beginning of an answer. Raises RequestError."""
     dumped = [tool.model_dump(exclude_none=True) for tool in tools] or None
     try:
         return server.tokenizer.chat(messages, tools=dumped, add_generation_prompt=starts, **variables)
@@ -323,7 +323,7 @@ def _marked(content: Any, mark: str) -> Any:
 
 
 def _thinking(tokenizer: Tokenizer, prompt: str) -> Thinking | None:
-    """The marks around reasoning in the model's output, if its chat template has any; `begun`: after this prompt it reasons."""
+    """The marks around reasoning in the model's output, if its chat template has any. `begun`: the prompt opens it."""
     for opening, closing in MARKS:
         if closing in tokenizer.template:
             return Thinking((opening, closing), prompt.rstrip().endswith(opening))
@@ -331,7 +331,7 @@ def _thinking(tokenizer: Tokenizer, prompt: str) -> Thinking | None:
 
 
 def _constraints(server: Serving, request: ChatRequest, thinking: Thinking | None) -> tuple[Constraints, bool]:
-    """What the output has to follow; and whether there is a strict function that it need not follow, for want of a grammar."""
+    """The constraints on the output, and whether a strict function is not enforced because its form of calls has no grammar."""
     begun, field = thinking is not None and thinking.begun, _constraining(request)
     if request.structured():
         bare = structured(request.structured())
@@ -348,7 +348,7 @@ def _constraints(server: Serving, request: ChatRequest, thinking: Thinking | Non
 
 
 def _constraining(request: ChatRequest) -> str:
-    """The field that the constraints on the output, if any, come from."""
+    """The field from which the constraints on the output come, if there are any."""
     return next(iter(request.structured()), "tools" if request.format_schema() is None else "response_format")
 
 
@@ -362,7 +362,7 @@ def _grammar(
     functions: Sequence[Function] = (),
     form: CallForm | None = None,
 ) -> Constraints:
-    """Of an answer after reasoning, or with calls, whose own constraints are `given` or `schema`."""
+    """The constraints on an answer after reasoning, or with calls; `given` or `schema` constrain the answer itself."""
     tools = [(one.name, one.parameters if one.strict and one.parameters else {"type": "object"}) for one in functions]
     marks, begun = (None, False) if thinking is None else thinking
     try:

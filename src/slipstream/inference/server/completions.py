@@ -23,7 +23,7 @@ class CompletionRequest(SampledFields):
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None  # of so many, the n likeliest are returned
+    best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None  # completions generated; the n likeliest are returned
     echo: bool | None = None
     suffix: Annotated[Literal[""] | None, NOT_SERVED] = None
 
@@ -50,7 +50,7 @@ def prepare(server: Serving, request: CompletionRequest, caller: Caller) -> Prep
     if not all(prompts):
         raise RequestError("a prompt has no tokens", param="prompt")
     requested = None if request.max_tokens == -1 else request.max_tokens
-    default = server.engine.max_context if request.max_tokens == -1 else 16  # OpenAI's
+    default = server.engine.max_context if request.max_tokens == -1 else 16  # OpenAI's default
     scores = request.logprobs if request.echo and request.prompt_logprobs is None else request.prompt_logprobs
     params = request.model_copy(update={"prompt_logprobs": scores}).sampling(
         max_tokens=server.max_tokens(prompts, requested, default, "prompt"),

@@ -1,4 +1,4 @@
-"""/v1/embeddings as OpenAI has it, /v1/rerank as Cohere and Jina do, /v1/score as vLLM does; over an `EmbeddingEngine`."""
+"""/v1/embeddings as in OpenAI's API, /v1/rerank as in Cohere's and Jina's, /v1/score as in vLLM, over an `EmbeddingEngine`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slipstream.inference.server.requests import LABELS, Fields, TokenId, explai
 from slipstream.inference.server.router import Router
 from slipstream.inference.server.state import Front, Serving
 
-MAX_TEXTS = 2048  # per request, as OpenAI's
+MAX_TEXTS = 2048  # per request, as in OpenAI's API
 
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -32,12 +32,12 @@ OneOrMore = Annotated[str | Texts, explained("texts", f"must be a string or a li
 
 
 class Embedding(Fields):
-    """What the requests share."""
+    """The common fields of the requests."""
 
     labels = LABELS
 
     model: str | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1, or the context: texts are cut to it
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1 or the context: cut texts to the context
     user: str | None = None  # a label; no effect
 
 
@@ -47,7 +47,7 @@ class EmbeddingRequest(Embedding):
         explained("input", f"must be a string, 1 to {MAX_TEXTS:,} strings, a list of token ids, or 1 to {MAX_TEXTS:,} such lists"),
     ]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None  # the first of them, and normalized again if the model's are
+    dimensions: Annotated[int, Field(ge=1)] | None = None  # keep only the first ones, and normalize again if the model does
 
 
 class Text(Fields):
@@ -85,8 +85,8 @@ Embedder = EmbeddingEngine | Router
 async def _answer(
     kind: type[Kind], compute: Callable[[Embedder, Kind, bool], Response], params: tuple[str, ...], front: Front, request: Request
 ) -> Response:
-    """`compute(engine, the request, whether texts are cut)`, with its ValueErrors as those of the fields `params`: of all texts, or
-    of the first and the second of a pair."""
+    """Respond with `compute(engine, request, whether to cut texts)`. `params`: the fields that its ValueErrors name, for all texts,
+    or for the first and the second text of a pair."""
 
     def prepare(server: Serving, body: bytes) -> tuple[Kind, Callable[[], Response]]:
         given, engine = server.parsed(kind, body), server.engine

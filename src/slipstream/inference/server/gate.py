@@ -1,5 +1,4 @@
-"""The middleware of every HTTP request: its id, API keys, draining, metrics, the access log, unexpected exceptions; and the error
-response."""
+"""The middleware of every HTTP request: its id, API keys, draining, metrics, access log, unexpected exceptions, error responses."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.metrics import Traffic
 
 logger = logging.getLogger(__name__)
-access = logging.getLogger("slipstream.access")  # a line for each response, if it is enabled for INFO
+access = logging.getLogger("slipstream.access")  # one line per response, if INFO is enabled
 
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # of a client's, which is kept
-# As browsers write it: without a path, and without the scheme's own port.
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # a client's id of this form is kept
+# In a browser's form: without a path, and without the scheme's default port.
 _ORIGIN = re.compile(r"\*|null|(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
-_OPEN = ("/", "/health")  # need no key: the page asks the user for one, and load balancers have none
+_OPEN = ("/", "/health")  # no key needed: the page asks the user for one, and load balancers have none
 COUNTED = (
     "/",
     "/health",
@@ -44,18 +43,18 @@ COUNTED = (
     "/tokenize",
     "/detokenize",
 )  # all others share one label
-_WORK = ("/v1/", "/v2/", "/rerank", "/score")  # beginnings of the paths whose requests take the model's time
+_WORK = ("/v1/", "/v2/", "/rerank", "/score")  # prefixes of paths whose requests use the model
 
 
 def check_origins(origins: Sequence[str]) -> None:
-    """Raise ValueError for what no browser would send as the origin of a page."""
+    """Raise ValueError for text that no browser would send as a page's origin."""
     for origin in [origins] if isinstance(origins, str) else origins:
         if not _ORIGIN.fullmatch(origin):
             raise ValueError(f"{origin!r} is no origin; write http://localhost:3000 (lower case, without a path), or *")
 
 
 class JSON(Response):
-    """Escapes all non-ASCII characters: some clients treat U+2028 in a stream as the end of a line."""
+    """Escapes all non-ASCII characters, because some clients treat U+2028 in a stream as a line break."""
 
     media_type = "application/json"
 
@@ -71,7 +70,7 @@ class AdmissionGate:
     """ASGI middleware."""
 
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], priority_keys: Sequence[str], traffic: Traffic) -> None:
-        """`priority_keys`: keys whose requests may set `priority`; without any keys, all may."""
+        """`priority_keys`: keys whose requests may set `priority`. Without any keys, all requests may."""
         self.app = app
         self.keys = {key.encode(): hashlib.sha256(key.encode()).hexdigest() for key in (*api_keys, *priority_keys)}
         self.prioritizing = {self.keys[key.encode()] for key in priority_keys} if self.keys else {""}
@@ -82,7 +81,7 @@ class AdmissionGate:
             await self.app(scope, receive, send)
             return
         # Served, not redirected: a proxy's clients would be sent to an address that only the proxy knows.
-        root = scope.get("root_path", "")  # of an app that is mounted: below it, "/" is the page
+        root = scope.get("root_path", "")  # of a mounted app: below it, "/" is the page
         scope = {**scope, "path": scope["path"].rstrip("/") if scope["path"].rstrip("/") != root else f"{root}/"}
         path = scope["path"] if scope["path"] in COUNTED else "other"
         given = Headers(scope=scope).get("x-request-id", "")
@@ -106,14 +105,14 @@ class AdmissionGate:
                 await (self._refused(scope, generates) or self.app)(scope, receive, counted)
         except Exception:
             if status:
-                raise  # uvicorn logs it and closes the connection; the status has been sent
+                raise  # uvicorn logs it and closes the connection; the status is sent already
             logger.exception("%s %s (request %s)", scope["method"], path, request_id)
             await refusal(RequestError("internal error; see the server's log", status=500))(scope, receive, counted)
         finally:
             self.traffic.active -= generates
             seconds, tenant = time.perf_counter() - start, state["tenant"] or ""
-            # The path is shown as a literal: it may hold line breaks. The key is shown by the beginning of its digest.
-            model = f" model {state['model']}" if "model" in state else ""  # of several
+            # Log the path as a literal, because it may hold line breaks, and the key by the beginning of its digest.
+            model = f" model {state['model']}" if "model" in state else ""  # only with several models
             line = "%s %s %r %d %.3f s key %s%s"
             access.info(line, request_id, scope["method"], scope["path"][:200], status, seconds, tenant[:8] or "-", model)
 

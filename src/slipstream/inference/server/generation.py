@@ -1,10 +1,11 @@
 """Run one HTTP request, from submission to the last byte. Its sequences never outlive the client's connection or the time limit.
 
-All events arrive in a `Mailbox` of the event loop: the engine's thread posts outputs, a watcher task posts the client's disconnect.
+All events arrive in a `Mailbox` of the event loop: the engine's thread posts outputs, and a watcher task posts the client's
+disconnect.
 
-[Note: Back-pressure] An engine that makes outputs faster than the event loop takes them waits for it, and so do all its requests:
-none of them could be faster. What a client does not read is not made: its request is held (`scheduler`, [Note: Held requests])
-until it reads on, or ends if it reads nothing for long."""
+[Note: Back-pressure] If an engine makes outputs faster than the event loop takes them, its thread waits for the loop, and with it
+all its requests: none could be faster. For a client that does not read, nothing more is generated: its request is held
+(`scheduler`, [Note: Held requests]) until the client reads on, or ends if it reads nothing for long."""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ _STREAM_HEADERS = [
 ]
 
 
-MAX_AHEAD = 512  # outputs that engines have posted and the event loop has not taken
-MAX_WAIT = 1.0  # seconds for an engine to wait for the event loop
-SLICE = 64 << 10  # bytes that a client has to read within `Unread.time_s`; of memory, about, that wait for it, of each sequence
+MAX_AHEAD = 512  # outputs that engines have posted and the event loop has not taken yet
+MAX_WAIT = 1.0  # seconds that an engine waits at most for the event loop
+SLICE = 64 << 10  # bytes that a client must read within `Unread.time_s`; also the approximate memory of unread outputs per sequence
 
 
 class ClientLeftError(Exception):
@@ -60,17 +61,17 @@ class SlowClientError(RequestError):
 
 
 class Unread:
-    """The outputs for all clients of a server that the event loop has not taken. All but `post` is of the event loop."""
+    """The outputs of all requests that the event loop has not taken. Only the event loop calls methods other than `post`."""
 
     def __init__(self, time_s: float) -> None:
-        """`time_s`: for a client to read SLICE bytes."""
+        """`time_s`: the time in which a client must read SLICE bytes."""
         self.time_s = time_s
         self._posted: list[tuple[Mailbox, tuple[int, Output]]] = []  # since the event loop last took them
         self._taken = threading.Condition(threading.Lock())
 
     def post(self, mailbox: Mailbox, entry: tuple[int, Output], loop: asyncio.AbstractEventLoop) -> None:
-        """From an engine's thread, which waits for a loop that is behind. The loop takes all at once: if it woke the thread for
-        each output, the two would take turns with the interpreter, a switch interval each. Raises RuntimeError if it is closed."""
+        """Called by an engine's thread, which waits if the event loop is behind. The loop takes all outputs at once: if it woke the
+        thread for each output, the two would alternate, at a switch interval each. Raises RuntimeError if it is closed."""
         if loop.is_closed():
             raise RuntimeError("the event loop is closed")
         with self._taken:
@@ -89,27 +90,27 @@ class Unread:
 
 
 class Mailbox:
-    """The outputs of one request, between the engine's thread and the client. All but `post` is of the event loop."""
+    """The outputs of one request, between engine and client. Only the event loop calls methods other than `post`."""
 
     def __init__(self, unread: Unread, num: int) -> None:
         """`num`: sequences of the request."""
         self.unread = unread
         self.closed = False
-        self.hold: Callable[[bool], object] = bool  # holds the request, or lets it go on; set once it is submitted
+        self.hold: Callable[[bool], object] = bool  # True holds the request, False continues it; set once the request is submitted
         self._limit = num * SLICE
-        self._nbytes = 0  # of memory, about, that have arrived and are not taken
+        self._nbytes = 0  # approximate memory of outputs that have arrived and are not taken
         self._arrived: list[tuple[int, Output] | None] = []  # None: the client has disconnected
         self._any = asyncio.Event()
         self._last = 0  # bytes of the last piece, which the client may not have read
         self._loop = asyncio.get_running_loop()
 
     def post(self, choice: int, output: Output) -> None:
-        """From an engine's thread. Raises RuntimeError if the loop is closed; the engine then cancels the request."""
+        """Called by an engine's thread. Raises RuntimeError if the loop is closed; the engine then cancels the request."""
         if not self.closed:
             self.unread.post(self, (choice, output), self._loop)
 
     def arrive(self, entry: tuple[int, Output]) -> None:
-        """What was posted."""
+        """Receive a posted output."""
         if self.closed:
             return
         self._nbytes += nbytes_of(entry[1])
@@ -119,12 +120,12 @@ class Mailbox:
             self.hold(True)
 
     def leave(self) -> None:
-        """The client has disconnected."""
+        """Report that the client has disconnected."""
         self._arrived.append(None)
         self._any.set()
 
     async def take(self) -> list[tuple[int, Output] | None]:
-        """All that has arrived, at least one."""
+        """Wait for at least one entry, and return all that have arrived."""
         await self._any.wait()
         self._any.clear()
         arrived, self._arrived = self._arrived, []
@@ -134,7 +135,7 @@ class Mailbox:
         return arrived
 
     async def send(self, send: Send, body: bytes, more: bool) -> None:
-        """Events of a stream. Raises SlowClientError."""
+        """Send events of a stream. Raises SlowClientError."""
         pieces = _pieces(body)
         for place, piece in enumerate(pieces, 1):
             try:
@@ -145,12 +146,12 @@ class Mailbox:
             self._last = len(piece)
 
     def close(self) -> None:
-        """Take no further outputs."""
+        """Accept no further outputs."""
         self.closed = True
 
 
 def _pieces(body: bytes) -> list[bytes]:
-    """Whole events, so that an error may follow each; together at most SLICE bytes, if one alone is not more."""
+    """Split a body into whole events, so that an error may follow each piece. A piece has at most SLICE bytes, or one event."""
     pieces, start = [], 0
     while len(body) - start > SLICE:
         end = body.rfind(b"\n\n", start, start + SLICE)
@@ -171,9 +172,9 @@ class Work:
     salt: str
     target: Target = NO_TARGET
     tenant: str = ""
-    adapter: str = ""  # its name; "": the model alone
+    adapter: str = ""  # name of the adapter; "": the model alone
     constraint: str = ""  # the request's field that constrains the output
-    whole: bool = False  # the client gets nothing of it before its end
+    whole: bool = False  # nothing is sent to the client before the end
 
 
 class Deadlines:
@@ -206,17 +207,16 @@ class Deadlines:
 
 
 class Compiling:
-    """Submits requests with a JSON schema or a grammar one at a time, of the tenants in turn: the engine compiles it, which can
-    take long and occupies one of the threads that all requests share. A request waits at most `timeout_s` for its turn, and as
-    long for the compiler."""
+    """Submits requests with a JSON schema or a grammar one at a time, with tenants taking turns: compiling can take long and
+    occupies one of the threads that all requests share. A request waits at most `timeout_s` for its turn, and for the compiler."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._turn = asyncio.Lock()  # for which each tenant has one request that waits
-        self._own = defaultdict[str, asyncio.Lock](asyncio.Lock)  # of each tenant
+        self._turn = asyncio.Lock()  # at most one request per tenant waits for it
+        self._own = defaultdict[str, asyncio.Lock](asyncio.Lock)  # tenant -> lock among its requests
 
     async def submit(self, start: Callable[[], asyncio.Future[Any]], tenant: str) -> None:
-        """Raises RequestError on a timeout. The submission that was started continues; the next one starts when it has ended."""
+        """Raises RequestError on a timeout. A submission that was started continues; the next one starts when it has ended."""
         with ExitStack() as turns:
             try:
                 async with asyncio.timeout(self.timeout_s):
@@ -236,7 +236,7 @@ class Compiling:
 
 
 async def left(receive: Receive, call: Callable[[], object]) -> None:
-    """Call it when the client has disconnected."""
+    """Wait until the client disconnects, then call `call`."""
     while (await receive())["type"] != "http.disconnect":
         pass
     call()
@@ -246,8 +246,8 @@ async def left(receive: Receive, call: Callable[[], object]) -> None:
 async def running(
     engine: Served, work: Work, receive: Receive, compiling: Compiling, mailbox: Mailbox, arrived: float
 ) -> AsyncIterator[Batches]:
-    """Submit `work` and yield its outputs, by way of `mailbox`, which it closes; on exit, cancel the unfinished sequences.
-    `arrived`: when its body had, perf_counter. Raises RequestError if the engine rejects it or fails."""
+    """Submit `work` and yield its outputs through `mailbox`; on exit, cancel unfinished sequences and close the mailbox. `arrived`:
+    perf_counter when the body had arrived. Raises RequestError if the engine rejects the work or fails."""
     loop = asyncio.get_running_loop()
     handles: list[asyncio.Future[Any]] = []
     unfinished = [work.n] * len(work.prompts)
@@ -258,7 +258,7 @@ async def running(
 
         more: dict[str, Any] = {"salt": work.salt, "tenant": work.tenant, "adapter": work.adapter, **work.target._asdict()}
         more |= {"whole": work.whole} if isinstance(engine, Router) else {}
-        waited = time.perf_counter() - arrived  # to be prepared, and for the compiler of schemas
+        waited = time.perf_counter() - arrived  # seconds for preparation, and for the schema compiler's turn
         return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink, waited=waited, **more)
 
     def start(prompt: Sequence[int], first: int) -> asyncio.Future[Any]:
@@ -301,7 +301,7 @@ async def running(
 
 
 async def _batches(mailbox: Mailbox, unfinished: list[int], n: int) -> Batches:
-    """Until all have ended. `unfinished`: the sequences of each prompt, which this counts down from `n`."""
+    """Yield until all sequences have ended. `unfinished`: sequences per prompt, counted down from `n`."""
     while any(unfinished):
         arrived = await mailbox.take()
         batch = [entry for entry in arrived if entry is not None]
@@ -320,7 +320,7 @@ class Answer(Response):
     """The response. It runs the work itself, so that an error before the first byte still sets the status."""
 
     def __init__(self, front: Front, engine: Served, prepared: Prepared, arrived: float) -> None:
-        """`arrived`: when its body had, perf_counter."""
+        """`arrived`: perf_counter when the body had arrived."""
         super().__init__()
         self.front, self.engine, self.work, self.form, self.arrived = front, engine, prepared.work, prepared.form, arrived
         options = prepared.request.stream_options
@@ -380,14 +380,14 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": response.body})
 
     async def _send_error(self, error: RequestError, send: Send, patience_s: float = 1.0) -> None:
-        """Send the error as an event of the stream, whose status is already sent. Waits so long for the client to read."""
+        """Send the error as an event of the stream, whose status is sent already. Waits `patience_s` for the client to read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await send({"type": "http.response.body", "body": self.form.error(error)})
 
 
 def _refusal(message: str, constraint: str) -> RequestError:
-    """An engine's, of the field that is its first word, which clients call `constraint` if it constrains the output; or of the
+    """An engine's rejection as an error of the field that is its first word (`constraint`, if that constrains the output) or the
     prompt."""
     first, _, rest = message.partition(" ")
     if first in ("json_schema", "grammar") and constraint:

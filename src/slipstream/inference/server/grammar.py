@@ -1,5 +1,5 @@
-"""The grammars (llguidance's Lark) of answers that are more than one JSON value: calls that follow their schemas in free text or
-beside a response format, after reasoning; a regular expression; a choice."""
+"""Grammars (llguidance's Lark) for answers that are more than one JSON value: reasoning, then free text or a response format with
+calls that follow their schemas; a regular expression; a choice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Constraints(NamedTuple):
 
 
 def structured(fields: Mapping[str, tuple[str, Any]]) -> Constraints:
-    """Of `SampledFields.structured`, which has one entry at most. Raises RequestError."""
+    """The constraint of `SampledFields.structured`, which has at most one entry. Raises RequestError."""
     for name, (kind, value) in fields.items():
         match kind:
             case "json":
@@ -54,7 +54,7 @@ def dumps(schema: Any, name: str) -> str:
 
 
 class Lark:
-    """Writes grammars for one tokenizer. `tokens`: its tokens that are no text, by their text."""
+    """Writes grammars for one tokenizer. `tokens`: its special tokens, by their text."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
@@ -70,9 +70,9 @@ class Lark:
         begun: bool = False,
         grammar: str | None = None,
     ) -> str:
-        """An answer: reasoning between the marks `thoughts` if there are any (`begun`: the prompt has the first), then a value of
-        `schema` or calls of `tools`; without a schema, free text with calls. Or else a text of `grammar`. Raises ValueError for
-        a schema or grammar that is not served."""
+        """A grammar for an answer: first reasoning between the marks `thoughts`, if given (`begun`: the prompt has the first mark);
+        then a value of `schema` or calls of `tools`. Without a schema: free text with calls, or a text of `grammar`. Raises
+        ValueError for an unsupported schema or grammar."""
         before = ""
         if thoughts is not None:
             thought = f"{self._until(thoughts[1], 'thought')} SPACE"
@@ -85,14 +85,14 @@ class Lark:
         return "\n".join([f"start: {before}body", f"body: {body}", f"FREE: {FREE}", r"SPACE: /\s*/", *self._rules])
 
     def _calls(self, tools: Sequence[tuple[str, Any]], form: CallForm, *, alone: bool) -> tuple[str, str]:
-        """A rule for one call, and one for text with calls."""
+        """A rule for one call, and a rule for text with calls."""
         marked = form.begin.startswith(form.open)
         trigger = "" if not marked else self._text(form.open) if alone else self._until(form.open, "free")
         for number, (name, parameters) in enumerate(tools):
             begin = form.begin.replace("{}", name)[len(form.open) if marked else 0 :]
             self._rules.append(f"call_{number}: {trigger} {self._text(begin)} {self._json(parameters)} {self._text(form.end)}")
         calls = "(" + " | ".join(f"call_{number}" for number in range(len(tools))) + ")"
-        # Without a mark, a call is the whole answer, and any text that begins as one is one.
+        # Without a mark, a call is the whole answer, and text that begins like a call is one.
         return calls, f"{calls}* FREE" if marked else rf"{calls} | /([^{{](.|\n)*)?/"
 
     def _json(self, schema: Any) -> str:
@@ -100,14 +100,14 @@ class Lark:
         return "%json " + json.dumps(schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}, allow_nan=False)
 
     def _until(self, mark: str, name: str) -> str:
-        """A rule for text up to the first `mark`, and the mark."""
+        """A rule for text up to and including the first `mark`."""
         if mark in self._tokens:
             return f"FREE <[{self._tokens[mark]}]>"
         self._rules.append(f"{name}[lazy]: {FREE} {json.dumps(mark)}")
         return name
 
     def _text(self, text: str) -> str:
-        """A rule for a text, whose special tokens a grammar names by their numbers."""
+        """A rule for a text. A grammar names special tokens by their numbers."""
         marks = [mark for mark in self._tokens if mark in text]
         parts = re.split("(" + "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) + ")", text) if marks else [text]
         return " ".join(

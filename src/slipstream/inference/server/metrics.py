@@ -21,21 +21,21 @@ class Traffic:
 
     draining: bool = False  # running requests finish, new ones are rejected
     active: int = 0  # requests that generate or are queued
-    answers: Counter[tuple[str, int]] = field(default_factory=Counter)  # by path and status
+    answers: Counter[tuple[str, int]] = field(default_factory=Counter)  # (path, status) -> responses
     abandoned: int = 0  # clients that disconnected before their response was complete
 
 
 class Replica(NamedTuple):
-    """One of several engines' processes."""
+    """The process of one of several engines."""
 
-    name: str  # its number, or the address of one on another host
+    name: str  # its number, or the address of an engine on another host
     ready: bool
     starts: int
-    stats: Stats | None  # None: it was never there
+    stats: Stats | None  # None: it never reported any
 
 
 class Loading(NamedTuple):
-    """What became of the loads of one of several models."""
+    """The results of the loads of one of several models."""
 
     loaded: bool
     loads: int
@@ -45,13 +45,13 @@ class Loading(NamedTuple):
 
 
 class ModelFigures(NamedTuple):
-    model: str  # "" if it is the only one: then no label names it
-    stats: Stats | None  # of all its engines; None if there never was one
-    replicas: Sequence[Replica] = ()  # each engine, if they have processes of their own, under names that no sum counts twice
+    model: str  # "" if it is the only one, which no label names
+    stats: Stats | None  # of all its engines; None if none reported any
+    replicas: Sequence[Replica] = ()  # each engine with its own process, under metric names that no sum counts twice
     loading: Loading | None = None  # if there are several models
 
 
-# Name, type, attribute of what it is of, text.
+# (name, type, attribute, help text).
 _OF_ENGINES = (
     ("healthy", "gauge", "healthy", "1 while the engine accepts requests."),
     ("requests_waiting", "gauge", "waiting", "Queued sequences."),
@@ -133,11 +133,11 @@ def render(models: Sequence[ModelFigures], traffic: Traffic) -> str:
 
 
 def _of(model: str) -> list[str]:
-    return ["model=" + json.dumps(model, ensure_ascii=False)] if model else []  # escaped as Prometheus asks
+    return ["model=" + json.dumps(model, ensure_ascii=False)] if model else []  # escaped as Prometheus requires
 
 
 def _values(figure: Any) -> Iterator[tuple[str, list[str], float]]:
-    """The suffixes of a name, labels and values of a number, a histogram or numbers by what they are of."""
+    """Yield (suffix, labels, value) for a number, a histogram or a mapping of numbers."""
     match figure:
         case Histogram(bounds=bounds, counts=counts):
             totals = itertools.accumulate(counts)  # Prometheus' buckets are cumulative

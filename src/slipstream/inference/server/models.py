@@ -1,10 +1,11 @@
-"""Several models behind one address: each is loaded at its first request, and unloaded when another one needs the room.
+"""Several models behind one address: each is loaded at its first request, and unloaded when another one needs the memory.
 
-[Note: Room for models] A model whose requests run stays. While a request waits for room, the idle model that was used least
-recently goes; if none is idle, the least recently used one gets no further requests until those that run have ended: they wait
-behind the first, so that no model keeps another one out. Models get room in the order of their first waiting requests.
+[Note: Room for models] A model with running requests stays loaded. If a request waits for room, the least recently used idle model
+is unloaded. If none is idle, the least recently used model gets no further requests until the running ones have ended; its new
+requests wait behind the first one, so that no model keeps another one out. Models get room in the order of their first waiting
+requests.
 
-The event loop alone changes what is here; models are opened and closed in threads.
+Only the event loop changes this state; models are opened and closed in threads.
 """
 
 from __future__ import annotations
@@ -42,41 +43,41 @@ from slipstream.inference.stats import Stats, settled, total
 
 logger = logging.getLogger(__name__)
 
-RETRY = 30.0  # seconds after a failed load in which requests get its error: each load may make others go
+RETRY = 30.0  # seconds after a failed load in which requests get its error, because each load may unload other models
 
 
 class Residence(Enum):
     UNLOADED = "unloaded"
-    LOADING = "loading"  # or its engine's process starts again
+    LOADING = "loading"  # or its engine's process restarts
     LOADED = "loaded"
     UNLOADING = "unloading"
 
 
 class Queued(NamedTuple):
-    number: int  # of arrival, over all models
+    number: int  # order of arrival, over all models
     let_in: asyncio.Future[Router]
 
 
 @dataclass(eq=False, kw_only=True)
 class HostedModel:
-    """One that may be loaded."""
+    """A model that can be loaded."""
 
     name: str
-    adapters: Sequence[str]  # those that it is loaded with
-    make: Callable[[], Router]  # its engines, which are not open yet
-    nbytes: int  # of memory: estimated, after its first load as its processes say
+    adapters: Sequence[str]  # adapters that are loaded with it
+    make: Callable[[], Router]  # creates its engines, not yet opened
+    nbytes: int  # bytes of memory: estimated; after its first load, as its processes report
     state: Residence = Residence.UNLOADED
-    users: int = 0  # requests that have it, from before they are parsed to the end of the response
-    used: int = 0  # when a request had it last, in requests
+    users: int = 0  # requests that use it, from before they are parsed to the end of the response
+    used: int = 0  # number of the last request that used it
     waiting: deque[Queued] = field(default_factory=deque)
     loads: int = 0
     failures: int = 0
-    why: str = ""  # the last load failed
-    until: float = 0.0  # in time.monotonic; it is not loaded again before
-    past: Stats | None = None  # figures of all engines that were closed
+    why: str = ""  # error of the last load; "" if it succeeded
+    until: float = 0.0  # time.monotonic before which it is not loaded again
+    past: Stats | None = None  # totals of all engines that were closed
     router: Router | None = None
-    task: asyncio.Task[None] | None = None  # that loads or unloads it
-    closed: bool = False  # with the server
+    task: asyncio.Task[None] | None = None  # loads or unloads it
+    closed: bool = False  # the server is closed
 
     @classmethod
     def local(
@@ -94,11 +95,11 @@ class HostedModel:
         return cls(name=name, adapters=tuple(options.get("adapters", ())), make=make, nbytes=nbytes)
 
     def open(self) -> Router:
-        """Start its engines, or wait for one that starts again."""
+        """Start its engines, or wait for an engine that restarts."""
         if self.router is not None:
             return self.router.wait()
         self.router = router = self.make()
-        if self.closed:  # before the router could be
+        if self.closed:  # `close` came before the router existed
             raise ClosedError("the server is shutting down")
         router.open().prepare()
         return router
@@ -112,10 +113,10 @@ class HostedModel:
 
 
 class Models:
-    """What the server calls several models. `max_loaded`: of them at the same time; `max_bytes`: of their memory."""
+    """Several models in the place of one engine. `max_loaded`: models loaded at the same time; `max_bytes`: their memory."""
 
     def __init__(self, models: Sequence[HostedModel], *, max_loaded: int | None, max_bytes: int | None) -> None:
-        """Raises ValueError for a name that two of the models or their adapters have."""
+        """Raises ValueError if two models or adapters have the same name."""
         self.max_loaded, self.max_bytes = max_loaded or len(models), max_bytes or math.inf
         self.healthy, self.sampling = True, dict[str, float]()  # each model has its own
         self.model_name = ", ".join(model.name for model in models)
@@ -124,15 +125,14 @@ class Models:
             raise ValueError(f"two models or adapters have the name {twice[0]!r}; give one another name: NAME=MODEL")
         self._models, self._named = models, {name: model for model in models for name in (model.name, *model.adapters)}
         self._arrivals, self._uses = itertools.count(), itertools.count(1)
-        self._leaving: HostedModel | None = None  # gets no further requests, so that it can go
+        self._leaving: HostedModel | None = None  # gets no further requests, so that it can be unloaded
         self._threads = ThreadPoolExecutor(len(models), "slipstream-models")
         self._created = int(time.time())
 
-    def prepare(self) -> None:
-        """Models are prepared when they are loaded."""
+    def prepare(self) -> None: ...
 
     def close(self) -> None:
-        """End all engines, also those that are being started. The event loop has ended."""
+        """End all engines, including those that are starting. The event loop has ended."""
         self.healthy = False
         for model in self._models:
             model.closed = True
@@ -143,7 +143,7 @@ class Models:
     # ---- as the routes' `Choice`
 
     async def pick(self, front: Front, request: Request, body: Body) -> Serving:
-        """The model that the body names, loaded; it stays so until the response has ended."""
+        """Load the model that the body names; it stays loaded until the response has ended."""
         name = await front.bodies.prepare(_model_of, body)
         if (model := self._named.get(name)) is None:
             raise not_found(name, self._named)
@@ -185,7 +185,7 @@ class Models:
     # ---- who has a model
 
     async def _acquire(self, model: HostedModel, receive: Receive) -> Router:
-        """Wait until the model is loaded and may be had. Raises RequestError if it cannot be loaded, ClientDisconnect."""
+        """Wait until the model is loaded and accepts requests. Raises RequestError if it cannot be loaded, ClientDisconnect."""
         if model.state is Residence.LOADED and model.router is not None and not model.router.healthy:
             self._fail(model, model.router.why, RETRY)
         if model.why and model.until > time.monotonic():
@@ -201,7 +201,7 @@ class Models:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._release(model)  # it was let in meanwhile
+                self._release(model)  # the request was let in meanwhile
             raise
         finally:
             watcher.cancel()
@@ -225,7 +225,7 @@ class Models:
     # ---- which models are loaded
 
     def _make_room(self) -> None:
-        """Load what has room, in the order of arrival, let one go for the next, and let in the requests of all others."""
+        """Load the first waiting models that fit, unload one for the next, and let in the requests of all others."""
         while (first := self._first()) is not None and self._fits(first):
             self._begin(first)
         loaded = [model for model in self._models if model.state is Residence.LOADED]
@@ -243,7 +243,7 @@ class Models:
                 self._let_in(model, model.router)
 
     def _first(self) -> HostedModel | None:
-        """The unloaded model that has been waited for longest."""
+        """The unloaded model that requests have waited for longest."""
         wanted = [model for model in self._models if model.waiting and model.state is Residence.UNLOADED]
         return min(wanted, key=lambda model: model.waiting[0].number, default=None)
 
@@ -261,7 +261,7 @@ class Models:
         logger.warning("%s: %s", model.name, "waiting for its engine, which starts again" if again else "loading")
         try:
             router = await asyncio.get_running_loop().run_in_executor(self._threads, model.open)
-        except Exception as error:  # whatever it is, it is the answer to those that wait, and no matter of the other models
+        except Exception as error:  # any error is the response to the waiting requests, and does not affect other models
             self._fail(model, str(error) or type(error).__name__, RETRY)
             return
         if (nbytes := router.nbytes) > self.max_bytes:
@@ -275,7 +275,7 @@ class Models:
         self._make_room()
 
     def _fail(self, model: HostedModel, why: str, retry: float) -> None:
-        """Its load, or the start of an engine after its end: free what it has, and tell those that wait."""
+        """A load, or a restart of an engine, has failed: free what the model holds, and reject its waiting requests."""
         model.failures += 1
         model.why, model.until = why, time.monotonic() + retry
         logger.error("%s cannot be loaded: %s", model.name, why)
@@ -295,7 +295,7 @@ class Models:
 
 
 class _NamesModel(BaseModel):
-    """What the choice of a model needs of a body; the rest is not made into objects."""
+    """The field that selects a model. Other fields of the body are not parsed into objects."""
 
     model: str | None = None
 
@@ -311,7 +311,7 @@ def _model_of(body: bytes) -> str:
 
 
 def _leave(future: asyncio.Future[Router]) -> None:
-    """A client that leaves waits no more."""
+    """Stop waiting because the client has disconnected."""
     if not future.done():
         future.set_exception(ClientDisconnect())
 

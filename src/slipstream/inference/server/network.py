@@ -1,4 +1,4 @@
-"""An engine on another host (`listener`), which others start and end: this connects to it, and again when it is lost."""
+"""An engine on another host (`listener`), started and ended there: this connects to it, and reconnects when it is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.inference.tls import Connection, Encrypted
 from slipstream.inference.wire import BEAT, Link
 
 PATIENCE = 3.0  # seconds to connect
-PAUSE = 1.0  # seconds at most between two tries
+PAUSE = 1.0  # the most seconds between two tries
 
 
 @dataclass(kw_only=True)
@@ -23,9 +23,9 @@ class EngineAddress:
 
     address: str  # HOST:PORT, [IPV6]:PORT
     secret: bytes
-    tls: ssl.SSLContext | None = None  # `tls.server_context`; None: the connection is plain
+    tls: ssl.SSLContext | None = None  # `tls.server_context`; None: not encrypted
     beat: float = BEAT
-    attempts = math.inf  # it comes and goes as its host does
+    attempts = math.inf  # it comes and goes with its host
     max_pause = PAUSE
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class EngineAddress:
         return f"engine {self.address}"
 
     def open(self) -> Connected:
-        """Raises ValueError if it has another secret, or a certificate that is not trusted; OSError if it cannot be reached."""
+        """Raises ValueError for another secret or an untrusted certificate, OSError if the engine cannot be reached."""
         try:
             connection = self._connect()
         except ssl.SSLCertVerificationError as error:

@@ -1,11 +1,11 @@
-"""The bodies of requests that are being received, and the threads that turn them into work for the engine.
+"""Request bodies that are being received, and the threads that turn them into work for the engine.
 
-[Note: Requests do not stall streams] No request may stall the streams of other clients. Sizes are therefore checked before any
-processing: bytes of a body and of all bodies, messages of a chat, characters of a text. Expensive work that holds the GIL (parsing,
-templates) runs in a few threads, and one long body at a time, so that the event loop and the engine's thread compete with a few
-threads at most; tokenization releases the GIL. What then waits for an adapter, or a model's vectors, has threads of its own, many
-of them, for texts of several requests share forwards. The exception is one call of the JSON parser, which holds the GIL for up to
-0.03 s per MB.
+[Note: Requests do not stall streams] No request may stall the streams of other clients. So sizes are checked before any processing:
+bytes of a body and of all bodies, messages of a chat, characters of a text. Expensive work that holds the GIL (parsing, templates)
+runs in a few threads, one long body at a time, so that the event loop and the engine's thread compete with few threads.
+Tokenization releases the GIL. Requests that then wait for an adapter, or for a model's vectors, have other threads, many of them,
+because texts of several requests share forwards. The exception is one call of the JSON parser, which holds the GIL for up to 0.03 s
+per MB.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from slipstream.inference.server.errors import RequestError
 
 SHORT = 64 << 10  # bytes; a body up to this size is always accepted
 THREADS = 2  # for short bodies
-VECTORS = 32  # requests of a tenant that wait for vectors (or adapters) at the same time, each in a thread
-TENANTS = 8  # that may do so
+VECTORS = 32  # requests of a tenant that wait at the same time for vectors or adapters, each in a thread
+TENANTS = 8  # tenants that may wait in this way
 BODIES = 16  # bodies of maximum size that may be in flight
 
 Result = TypeVar("Result")
@@ -36,7 +36,7 @@ class Body:
         self._bodies = bodies
         self._parts: list[bytes] = []
         self.size = 0  # bytes received
-        self.nbytes = 0  # of the stored parts
+        self.nbytes = 0  # bytes of the stored parts
         self.refused: RequestError | None = None
 
     def add(self, part: bytes) -> None:
@@ -55,14 +55,15 @@ class Body:
 
     def too_large(self) -> RequestError:
         error = RequestError(f"the body is larger than {self._bodies.max_bytes} bytes", status=413, code="body_too_large")
-        error.headers["Connection"] = "close"  # the rest of it may not be read
+        error.headers["Connection"] = "close"  # the rest of the body may remain unread
         return error
 
     def whole(self) -> bytes:
-        """All that has arrived. Raises RequestError if the body was rejected."""
+        """Return all that has arrived. Raises RequestError if the body was rejected."""
         if self.refused is not None:
             raise self.refused
-        self._parts = [b"".join(self._parts).removeprefix(codecs.BOM_UTF8)]  # PowerShell's begin with it; the second time no copy
+        # PowerShell's begin with one; a second call copies nothing
+        self._parts = [b"".join(self._parts).removeprefix(codecs.BOM_UTF8)]
         return self._parts[0]
 
     def _hold(self, size: int) -> None:
@@ -71,7 +72,7 @@ class Body:
 
 
 class Bodies:
-    """All bodies in flight, from their first byte until they are prepared. Only the event loop changes it."""
+    """All bodies in flight, from their first byte until they are prepared. Only the event loop changes them."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_bytes = max_body_bytes
@@ -98,6 +99,6 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(threads, lambda: make(body.whole()))
 
     async def compute(self, make: Callable[[], Result], tenant: str) -> Result:
-        """Run `make()`, which may take long, in a thread that no body needs. What a tenant has beyond VECTORS waits."""
+        """Run `make()`, which may take long, in a thread that no body needs. Further calls of a tenant that runs VECTORS wait."""
         async with self._turns[tenant]:
             return await asyncio.get_running_loop().run_in_executor(self._vectors, make)

@@ -1,7 +1,7 @@
-"""The process of one replica: its start, what it says on stderr, its end.
+"""The process of one replica: its start, its stderr, its end.
 
-On CPUs replicas are forks of a `Zygote`, which has loaded the model. An engine's process imports torch for longer than it opens a
-small model, so a `Spare` has done that for the next one that loads a model."""
+On CPUs replicas are forks of a `Zygote`, which has loaded the model. Importing torch takes a process longer than opening a small
+model, so a `Spare` has imported it in advance for the next process that loads a model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from typing import IO, Any, NamedTuple
 
 from slipstream.inference.wire import Link, frame_of, is_readable
 
-TAIL = 20  # lines of stderr that are kept for the error
-PATIENCE = 5.0  # seconds for a process to end by itself
-ATTEMPTS = 3  # starts in a row that may fail before the server ends
-MAX_PAUSE = 10.0  # seconds between two starts
+TAIL = 20  # lines of stderr kept for the error message
+PATIENCE = 5.0  # seconds for a process to exit by itself
+ATTEMPTS = 3  # consecutive starts that may fail before the server exits
+MAX_PAUSE = 10.0  # the most seconds between two starts
 SPARE = "spare engine"
-BUSY = 0.5  # seconds for a zygote to say how a fork ended
+BUSY = 0.5  # seconds for a zygote to report how a fork ended
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -39,7 +39,7 @@ class Connected(NamedTuple):
 
 
 def _ends(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, IO[str], list[int]]:
-    """Our ends of a new process's link and of its stderr, and the descriptors of its own."""
+    """Create our ends of a new process's link and stderr, and the descriptors of its own ends."""
     link, its = socket.socketpair()
     ours.enter_context(link), theirs.enter_context(its)
     said, says = os.pipe()
@@ -48,12 +48,12 @@ def _ends(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, IO[str], l
 
 
 class _Process:
-    """A process that an engine runs in, or will: its link, and what it says on stderr, which goes on with its name."""
+    """A process that runs an engine, or will: its link, and its stderr, which is forwarded with its name."""
 
     def __init__(self, name: str, pid: int, connection: socket.socket, said: IO[str]) -> None:
         """`said`: the read end of its stderr."""
         self._using = threading.Lock()
-        self._descriptor: int | None = os.pidfd_open(pid)  # None: closed, and its number another's
+        self._descriptor: int | None = os.pidfd_open(pid)  # None: closed, and the number may be reused
         self.name, self.pid, self.tail, self.connection = name, pid, deque[str](maxlen=TAIL), connection
         self.link = Link(connection)
         self.forwarding = threading.Thread(target=self._forward, args=(said,), daemon=True)
@@ -65,16 +65,16 @@ class _Process:
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Within so many seconds."""
-        descriptor = self._descriptor  # which another thread may close
+        """Whether the process ends within this time."""
+        descriptor = self._descriptor  # another thread may close it
         return descriptor is None or is_readable(descriptor, seconds)
 
     def _status(self) -> int | None:
-        """Of the process, which has ended; negative: of a signal; None: nobody knows."""
+        """The exit status of the ended process; negative: a signal's number; None: unknown."""
         raise NotImplementedError
 
     def end(self) -> str:
-        """Close its link, which ends it, kill it if that takes long, and return how it ended."""
+        """Close its link, which makes it exit; kill it if that takes long. Returns how it ended."""
         self.link.close()
         if not self.has_ended(PATIENCE):
             self.kill()
@@ -88,7 +88,7 @@ class _Process:
         return f"exited with status {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
 
     def failed(self) -> ReplicaError:
-        """It ended before its engine was ready: the error, with the end of its stderr."""
+        """The error of a process that ended before its engine was ready, with the end of its stderr."""
         ending = self.end()
         self.forwarding.join(1)
         return ReplicaError(f"{self.name} {ending} before its engine was ready; its last lines:\n{''.join(self.tail).rstrip()}")
@@ -102,13 +102,13 @@ class _Process:
 
 
 class Blank(_Process):
-    """A started process that is not told yet which model to open."""
+    """A started process that has not yet been told which model to open."""
 
     def __init__(self) -> None:
         with ExitStack() as ours, ExitStack() as theirs:
             link, said, (its, says) = _ends(ours, theirs)
             command = [sys.executable, "-m", "slipstream.inference.replica", str(its)]
-            # A group of its own: the terminal's Ctrl-C is the server's, which lets running requests finish.
+            # Its own process group: the terminal's Ctrl-C is for the server, which lets running requests finish.
             self._process = subprocess.Popen(command, pass_fds=[its], stdout=says, stderr=says, process_group=0)
             super().__init__(SPARE, self._process.pid, link, said)
             ours.pop_all()
@@ -130,14 +130,14 @@ class Fork(_Process):
 
 class Zygote:
     """The process that loads a model once for all its replicas on CPUs, which are its forks (`replica`, [Note: Zygote]). If it
-    ends, another one does. Every thread may call it."""
+    ends, another one replaces it. Any thread may call it."""
 
     def __init__(
         self, name: str, model: str, options: Mapping[str, Any], replicas: int, cores: Sequence[int], spare: Spare
     ) -> None:
-        """`cores`: as many as each replica has. The others are `EngineProcess`'s."""
-        # If it ends before its forks, they become children of this process, which asks how they ended, and not of the first process
-        # of a container, which may never ask.
+        """`cores`: as many as each replica has. The other arguments are those of `EngineProcess`."""
+        # If the zygote ends before its forks, they become children of this process, which reaps them, and not of a container's
+        # first process, which may never do so.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.name, self.spare = f"{name} zygote", spare
         self._order = ("load", model, options, replicas, cores)
@@ -146,7 +146,7 @@ class Zygote:
         self._lock = threading.Lock()
 
     def fork(self, name: str, cores: Sequence[int]) -> Fork:
-        """Raises ValueError for options that the engine refuses, ReplicaError if the model cannot be loaded."""
+        """Fork a replica. Raises ValueError for options that the engine rejects, ReplicaError if the model cannot be loaded."""
         with self._lock, ExitStack() as ours, ExitStack() as theirs:
             blank = self._loaded()
             link, said, descriptors = _ends(ours, theirs)
@@ -158,22 +158,22 @@ class Zygote:
             raise blank.failed()
 
     def status(self, blank: Blank, pid: int) -> int | None:
-        """Of a fork of `blank` that has ended; None: nobody knows."""
-        if blank is self._blank and self._lock.acquire(timeout=BUSY):  # nobody waits until another one has loaded the model
+        """The exit status of an ended fork of `blank`; None: unknown."""
+        if blank is self._blank and self._lock.acquire(timeout=BUSY):  # do not wait until another zygote has loaded the model
             try:
                 kind, status = self._ask(blank, "ended", pid)
             finally:
                 self._lock.release()
             if kind == "status":
                 return status
-        blank.has_ended(BUSY)  # until then its forks are not this process's
+        blank.has_ended(BUSY)  # until then its forks are not children of this process
         with suppress(ChildProcessError):
             ended, status = os.waitpid(pid, os.WNOHANG)
             return os.waitstatus_to_exitcode(status) if ended else None
         return None
 
     def close(self) -> None:
-        """End it: `fork` raises. Its forks live on."""
+        """End the zygote, so that `fork` raises. Its forks live on."""
         self._closed = True
         if (blank := self._blank) is not None:
             blank.kill()
@@ -183,7 +183,7 @@ class Zygote:
                 self._blank = None
 
     def _ask(self, blank: Blank, kind: str, argument: Any, descriptors: Sequence[int] = ()) -> list[Any]:
-        """Its answer, ["ended", None] if there is none any more."""
+        """Send a request and return the reply, ["ended", None] if the zygote has ended."""
         with suppress(OSError):
             socket.send_fds(blank.connection, [frame_of([[kind, argument]])], descriptors)
             return next(blank.link.messages, ["ended", None])
@@ -201,7 +201,7 @@ class Zygote:
         blank.link.send(*self._order)
         kind, *rest = next(blank.link.messages, ("ended",))
         if kind == "loaded":
-            self.spare.fill()  # now that it does not delay this one
+            self.spare.fill()  # no longer delays this one
             return blank
         self._blank = None
         failure = blank.failed()
@@ -209,7 +209,7 @@ class Zygote:
 
 
 class Spare:
-    """One process for the next start of any engine. Every thread may call it."""
+    """One process for the next start of any engine. Any thread may call it."""
 
     def __init__(self) -> None:
         self._blank: Blank | None = None
@@ -217,7 +217,7 @@ class Spare:
         self._lock = threading.Lock()
 
     def take(self) -> Blank:
-        """The spare process, if it lives; else a new one."""
+        """Return the spare process if it lives, else a new one."""
         with self._lock:
             blank, self._blank = self._blank, None
         if blank is not None and not blank.has_ended():
@@ -244,34 +244,34 @@ class Spare:
 
 @dataclass(kw_only=True)
 class EngineProcess:
-    """A `router.Source`: starts the process of one engine, again after each end. One thread calls it."""
+    """A `router.Source` that starts the process of one engine, again after each end. One thread calls it."""
 
     address = ""
     attempts = ATTEMPTS
     max_pause = MAX_PAUSE
     name: str
     model: str
-    options: Mapping[str, Any]  # of `init_inference`
-    replicas: int  # that share this machine's memory
-    cores: Sequence[int]  # that it runs on; none: all
-    spare: Spare  # of the server
-    zygote: Zygote | None = None  # of the model; None: the process loads it itself
+    options: Mapping[str, Any]  # arguments of `init_inference`
+    replicas: int  # number of replicas that share this machine's memory
+    cores: Sequence[int]  # cores that it runs on; empty: all
+    spare: Spare  # the server's
+    zygote: Zygote | None = None  # the model's; None: the process loads the model itself
 
     def __post_init__(self) -> None:
         self._process: _Process | None = None
         self._stopped = False
 
     def open(self) -> Connected:
-        """Start it and wait until its engine is ready. Raises ValueError for options that the engine refuses, ReplicaError with
-        the end of its stderr if it ends."""
+        """Start the process and wait until its engine is ready. Raises ValueError for options that the engine rejects, ReplicaError
+        with the end of its stderr if it ends."""
         self._process = process = self._start() if self.zygote is None else self.zygote.fork(self.name, self.cores)
         if self._stopped:
             process.kill()
         kind, *rest = next(process.link.messages, ("ended",))
         if kind == "ready":
-            process.link.live()  # a process that is stopped ends like one that was killed
+            process.link.live()  # a stopped process is treated like a killed one
             if self.zygote is None:
-                self.spare.fill()  # now that it does not delay this one
+                self.spare.fill()  # no longer delays this one
             return Connected(process.link, rest[0])
         failure = process.failed()
         raise ValueError(rest[0]) if kind == "refused" else failure

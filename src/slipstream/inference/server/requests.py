@@ -1,8 +1,8 @@
-"""What completions and chats have in common in their requests, and how a body is parsed.
+"""The common fields of completion and chat requests, and the parsing of bodies.
 
-A field either has its effect, or is refused by name, or has no effect: labels of OpenAI's (`LABELS`) and unknown fields, which are
-named in the header x-slipstream-ignored and in the log; with --strict-fields they are refused, too. Values are parsed strictly:
-"1" is not a number, except where clients send that.
+A field has its effect, or is rejected by name, or has no effect. Fields without effect are OpenAI's labels (`LABELS`) and unknown
+fields; the header x-slipstream-ignored and the log name them, and --strict-fields rejects them. Values are parsed strictly: "1" is
+not a number, except where clients send that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_MESSAGES = 4096  # per chat
 MAX_SALT = 256  # characters
 MAX_NAMED = 60  # characters of a field's name in a response
 
-# OpenAI's fields without an effect on an answer here, and their values that ask for nothing.
+# OpenAI's fields without effect here -> values that request nothing.
 LABELS: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "moderation": (),
@@ -54,7 +54,7 @@ def documented(**limits: float) -> Any:
 
 
 def wrong(param: str, message: str) -> PydanticCustomError:
-    """The error of a validator of several fields, of which `param` is the one to change."""
+    """The error of a validator of several fields; `param` is the field to change."""
     return PydanticCustomError("wrong", message, {"param": param})
 
 
@@ -73,14 +73,14 @@ StopString = Annotated[str, Field(max_length=MAX_STOP)]
 
 
 class Fields(BaseModel):
-    """An object of a request. Unknown fields are kept, for `ignored` and for chat templates."""
+    """An object in a request. Unknown fields are kept, for `ignored` and for chat templates."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
-    labels: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # fields without an effect, and their values that ask for nothing
+    labels: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # fields without effect -> values that request nothing
 
     def ignored(self, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-        """The places of all fields that have no effect."""
+        """Yield the paths of all fields that have no effect."""
         for name in self.model_fields_set:
             value = getattr(self, name, None)
             if name in self.labels:
@@ -118,7 +118,7 @@ class SampledFields(Fields):
     labels = LABELS
 
     model: str
-    max_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: no limit; 0: the same in chats, nothing in completions
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: no limit; 0: no limit in chats, no tokens in completions
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     temperature: Annotated[Number | None, documented(minimum=0, maximum=100)] = None
     top_p: Annotated[Number | None, documented(exclusiveMinimum=0, maximum=1)] = None
@@ -146,7 +146,7 @@ class SampledFields(Fields):
     min_tokens: Annotated[int | None, documented(minimum=0)] = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
-    first_within: Seconds | None = None  # the request's target, to its first token and between two
+    first_within: Seconds | None = None  # the request's target: seconds to its first token; the next: between tokens
     wait_within: Seconds | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # each step is worth 10 s of waiting: no starvation
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None  # requests with the same salt share prefixes
@@ -169,7 +169,7 @@ class SampledFields(Fields):
         return self
 
     def structured(self) -> dict[str, tuple[str, Any]]:
-        """By name, the fields that constrain the output: the kind of constraint (json, regex, choice, grammar) and its value."""
+        """Fields that constrain the output: name -> (kind of constraint: json, regex, choice or grammar; value)."""
         kinds = {f"guided_{kind}": (kind, getattr(self, f"guided_{kind}")) for kind in ("json", "regex", "choice", "grammar")}
         kinds["grammar"] = ("grammar", self.grammar)
         if (given := self.structured_outputs) is not None:
@@ -187,13 +187,13 @@ class SampledFields(Fields):
         grammar: str | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> SamplingParams:
-        """Convert to sampling parameters; `defaults` replaces fields that the request leaves out. Raises RequestError."""
+        """Convert to sampling parameters; `defaults` replace fields that the request leaves out. Raises RequestError."""
         names = (
             *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"),
             *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
         )
         fields = dict(defaults or {}) | {name: value for name in names if (value := getattr(self, name)) is not None}
-        fields["top_k"] = max(0, fields.get("top_k", 0))  # vLLM's -1 is all
+        fields["top_k"] = max(0, fields.get("top_k", 0))  # vLLM's -1: all
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         if self.min_tokens is not None and self.min_tokens > max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({max_tokens})", param="min_tokens")
@@ -223,7 +223,7 @@ RequestT = TypeVar("RequestT", bound=Fields)
 
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """Parse a body. Raises RequestError, which names the invalid field."""
-    if "messages" in kind.model_fields and body.count(b'"role"') > MAX_MESSAGES:  # before it is parsed, which is expensive
+    if "messages" in kind.model_fields and body.count(b'"role"') > MAX_MESSAGES:  # checked before parsing, which is expensive
         raise RequestError(f"messages: a chat may have at most {MAX_MESSAGES:,} messages", param="messages")
     try:
         return kind.model_validate_json(body)
@@ -232,7 +232,7 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
 
 
 def refused(error: ValidationError) -> RequestError:
-    # An unsupported field is reported first: other errors may follow from it. Of a field's union, the member that fits furthest.
+    # Report an unsupported field first, because other errors may follow from it. Of a union's members, report the best match.
     errors = error.errors(include_url=False)
     of_first = (e for e in errors if e["loc"][:1] == errors[0]["loc"][:1])
     first = next((e for e in errors if e["type"] == "not_served"), max(of_first, key=lambda e: len(e["loc"])))
@@ -247,11 +247,11 @@ def refused(error: ValidationError) -> RequestError:
 
 
 def without_effect(request: Fields) -> list[str]:
-    """The fields that have no effect, without the indices of lists."""
+    """The fields that have no effect, without list indices."""
     places = (tuple(part for part in place if isinstance(part, str)) for place in request.ignored())
     return sorted({".".join(place) for place in places})
 
 
 def shown(name: str) -> str:
-    """A field's name, which a client may have made up, for a header or the log."""
+    """A field's name, which a client may have made up, escaped for a header or the log."""
     return name.encode("unicode_escape").decode()[:MAX_NAMED]

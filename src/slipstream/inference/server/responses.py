@@ -1,6 +1,7 @@
 """/v1/responses: OpenAI's Responses API without state. Nothing is stored: `input` is the whole conversation each time.
 
-A request becomes a chat request, so both take the same path; the chat format's deltas become the events of a response's items.
+A request is converted to a chat request, so both take the same path. The chat format's deltas become the events of a response's
+items.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, Seconds, refused, without_effect
 from slipstream.inference.server.state import Caller, Prepared, Serving
 
-_CHAT = {  # fields of chats, and here
+_CHAT = {  # a chat request's field -> the field here
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
@@ -66,7 +67,7 @@ class ResponsesRequest(Fields):
     background: Annotated[Literal[False] | None, NOT_SERVED] = None
 
     def chat(self) -> dict[str, Any]:
-        """The same request of /v1/chat/completions. Raises RequestError."""
+        """Convert to the fields of /v1/chat/completions. Raises RequestError."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         items: Sequence[Mapping[str, Any]] = (
             [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
@@ -108,7 +109,7 @@ class ResponsesRequest(Fields):
         return self.tool_choice
 
     def hosted(self) -> set[str]:
-        """The tools that are no functions, which have no effect: none runs here."""
+        """The tools that are not functions. They have no effect, because no hosted tool runs here."""
         chosen = self.tool_choice.get("tools") if isinstance(self.tool_choice, dict) else None
         listed = {"tools": self.tools or (), "tool_choice.tools": chosen if isinstance(chosen, list) else ()}
         kinds = [(name, one.get("type") if isinstance(one, dict) else one) for name, tools in listed.items() for one in tools]
@@ -134,16 +135,16 @@ def prepare(server: Serving, request: ResponsesRequest, caller: Caller) -> Prepa
 
 
 def _renamed(error: RequestError) -> RequestError:
-    """An error of the chat request, with the name of the field here."""
+    """Replace the chat request's field in an error by the field here."""
     for name, here in _CHAT.items():
         if error.param is not None and (error.param == name or error.param.startswith(name + ".")):
             error.args = (str(error).replace(error.param, here, 1),)
-            error.param = here  # the messages of a chat have other numbers
+            error.param = here  # the chat's messages have other indices
     return error
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: str) -> None:
-    """Append an item of the input. Reasoning and calls belong to the assistant's message that they are next to."""
+    """Append an item of the input. Reasoning and calls are merged into the neighboring message of the assistant."""
     kind = item.get("type", "message")
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if kind == "message" and "role" in item:
@@ -171,7 +172,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
 
 
 def _text(content: Any, place: str) -> str:
-    """Of a string, or of parts that have a text."""
+    """The text of a string, or of parts that have a text."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -202,7 +203,7 @@ class ResponsesFormat(Format):
         self.chat = chat
         self.finish: Finish | None = None
         self._num_events = 0
-        self._open = False  # the last item is not complete
+        self._open = False  # the last item is not complete yet
         self._items: list[dict[str, Any]] = []
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -272,7 +273,7 @@ class ResponsesFormat(Format):
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens},
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
+                "output_tokens_details": {"reasoning_tokens": 0},  # not counted separately
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             }
         )
@@ -280,7 +281,7 @@ class ResponsesFormat(Format):
         return {**self._head, "status": status, "error": None, "incomplete_details": reason, "output": self._items, "usage": counts}
 
     def _begin(self, kind: str, **fields: Any) -> bytes:
-        """Begin an item. The parts of a text are empty until `_close`, as OpenAI's are in these events."""
+        """Begin an item. Text parts stay empty until `_close`, as in OpenAI's events."""
         prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
         item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
         contents: dict[str, dict[str, Any]] = {"reasoning": {"summary": []}, "message": {"role": "assistant"}}
@@ -295,7 +296,7 @@ class ResponsesFormat(Format):
         return events
 
     def _add(self, kind: str, name: str, text: str) -> bytes:
-        """Add to the last item, or to a new one if that is of another kind."""
+        """Append to the last item, or to a new one if that has another kind."""
         events = b""
         if not self._open or self._items[-1]["type"] != kind:
             events = self._close() + self._begin(kind)

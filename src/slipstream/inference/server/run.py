@@ -32,11 +32,11 @@ from slipstream.inference.wire import keep_little
 
 logger = logging.getLogger(__name__)
 
-HEADER_TIMEOUT = 30.0  # seconds from opening a connection, or from its last response, to the end of the next request's header
+HEADER_TIMEOUT = 30.0  # seconds from a connection's start, or its last response, to the end of the next request's header
 MAX_CONNECTIONS = 4096
 READING_TIME = 2.0  # seconds at shutdown for clients to read the end of their responses
 OTHER_FILES = 64  # file descriptors not used for connections
-KEPT_FILES = 16  # of these, not even for connections that are being refused or are at a TLS handshake
+KEPT_FILES = 16  # some of these, not even used for connections that are being rejected or are in a TLS handshake
 SUBMITTING = 64  # threads
 SWITCH_INTERVAL = 0.001  # seconds (Python's default: 0.005) for which a preparing thread may keep the GIL from streaming threads
 
@@ -62,7 +62,7 @@ class _Server(uvicorn.Server):
         self.stop_now = False
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
-        # So that requests which wait for one engine to take them leave threads for those of others.
+        # Requests that wait for one engine to accept them must leave threads for requests to others.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(SUBMITTING, "slipstream-submit"))
         await super().startup(sockets)
         for server in self.servers:
@@ -128,7 +128,7 @@ def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Pr
             super().connection_lost(exc)
 
         def _unsupported_upgrade_warning(self) -> None:
-            """Nothing: HTTP/1.1 answers who offers to speak h2c (Java's client) or asks for a WebSocket."""
+            """Log nothing: clients that offer h2c (Java's) or request a WebSocket are answered by HTTP/1.1."""
 
         def _start_timer(self, unread: float = math.inf) -> None:
             self._unread = unread  # bytes of the last response that the client had not read when the timer started
@@ -153,11 +153,11 @@ def _full(why: str) -> bytes:
 
 
 class Listening(socket.socket):
-    """Closes connections at once that come while too many files are open. The event loop accepts all that wait in one go, before
-    `guarded` counts any; without a file descriptor left it would log each failure and accept none for a second."""
+    """Closes connections at once if too many files are open. The event loop accepts all waiting connections in one go, before
+    `guarded` counts any. Without a free file descriptor it would log each failure and accept none for a second."""
 
     def __init__(self, bound: socket.socket, max_files: int, plain: bool) -> None:
-        """Takes the descriptor of `bound`. `plain`: without TLS, so that clients get a 503."""
+        """Takes over the descriptor of `bound`. `plain`: without TLS, so that clients get a 503."""
         super().__init__(fileno=bound.detach())
         keep_little(self)
         self.max_files = max_files
@@ -165,17 +165,17 @@ class Listening(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         connection, address = super().accept()
-        if connection.fileno() < self.max_files:  # it is the lowest number that is free
+        if connection.fileno() < self.max_files:  # it is the lowest free number
             return connection, address
         with connection, suppress(OSError):
             connection.setblocking(False)
             connection.send(self.says)
             connection.shutdown(socket.SHUT_WR)
-        raise BlockingIOError  # the loop does what else there is to do before it accepts another
+        raise BlockingIOError  # the loop does other work before it accepts another
 
 
 def max_files() -> int:
-    """How many files this process may have open. Raises ValueError if they are too few for a server."""
+    """How many files this process may open. Raises ValueError if they are too few for a server."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return sys.maxsize
@@ -186,7 +186,7 @@ def max_files() -> int:
 
 
 def check(cors_origins: Sequence[str], otlp_traces: str | None) -> None:
-    """Raise ValueError for options and limits of the system that `serve` would refuse, before a model is loaded."""
+    """Raise ValueError, before a model is loaded, for options and system limits that `serve` would reject."""
     try:
         check_origins(cors_origins)
     except ValueError as error:
@@ -206,9 +206,9 @@ def serve(
     otlp_traces: str | None = None,
     **options: Any,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return; the caller closes the engine. `sockets` are bound; their
-    descriptors are taken over. `tls`: the files of a certificate and its key (None: in the same file); `access_log` writes a line
-    for each response to stderr; `otlp_traces` is the URL of a collector of spans; `options` are those of `create_app`. Raises
+    """Serve until SIGTERM or SIGINT, then drain and return; the caller closes the engine. `sockets` are bound, and their
+    descriptors are taken over. `tls`: the files of a certificate and its key (None: in the same file). `access_log` writes a line
+    per response to stderr. `otlp_traces`: URL of a collector of spans. `options`: arguments of `create_app`. Raises
     DeadEngineError, after all clients have received an error, if the engine dies."""
     engine.prepare()
     sys.setswitchinterval(SWITCH_INTERVAL)
@@ -224,7 +224,7 @@ def serve(
     config = uvicorn.Config(
         traces or app,
         http=guarded(max_connections=min(MAX_CONNECTIONS, max(files - OTHER_FILES, 1)), header_timeout_s=HEADER_TIMEOUT),
-        loop="asyncio",  # uvloop, where it is installed, would accept without `Listening`
+        loop="asyncio",  # uvloop, if installed, would accept without `Listening`
         lifespan="off",
         ws="none",
         log_config=None,

@@ -1,4 +1,4 @@
-"""What the routes of one server share: the models, the limits, the counters; and the way from a body to an answer."""
+"""State that the routes of one server share (models, limits, counters), and the path from a body to a response."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from slipstream.inference.text import Tokenizer, TooLongError
 
 logger = logging.getLogger(__name__)
 
-MAX_HEADER = 1000  # characters of the names of fields in a response's header
+MAX_HEADER = 1000  # characters of the field names in a response's header
 MAX_SCORES = 200_000  # entries of one response; 8,192 tokens with 20 alternatives each are 172,032
 MAX_LOGGED = 1000  # fields without effect that are logged, each once
 
 
 def check_scores(num: int) -> None:
-    """Raise RequestError for too many log-probabilities of prompts: each is an object of the response, repeated for each choice."""
+    """Raise RequestError for too many log-probabilities of prompts: each is an object of the response, repeated per choice."""
     if num > MAX_SCORES:
         message = f"the log-probabilities of the prompts' tokens are {num:,} entries, at most {MAX_SCORES:,} are served"
         raise RequestError(
@@ -44,11 +44,11 @@ def check_scores(num: int) -> None:
 
 
 class Caller(NamedTuple):
-    """Who sent a request."""
+    """The sender of a request."""
 
     tenant: str  # a digest of the API key; "" without keys
-    salt: str  # of the prefix cache
-    prioritizes: bool  # `priority` has an effect
+    salt: str  # for the prefix cache
+    prioritizes: bool  # whether `priority` has an effect
 
 
 class Prepared(NamedTuple):
@@ -59,7 +59,7 @@ class Prepared(NamedTuple):
 
 
 class Choice(Protocol):
-    """Which models a server has."""
+    """The models of a server."""
 
     async def pick(self, front: Front, request: Request, body: Body) -> Serving:
         """The model of a request whose body has arrived. Raises RequestError."""
@@ -76,21 +76,21 @@ class Choice(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Front:
-    """What the routes of one server share."""
+    """State that the routes of one server share."""
 
     models: Choice
-    max_output_tokens: int | None  # of a sequence; None: the context
-    request_timeout_s: float  # to generate the response
-    body_timeout_s: float  # to receive the body
+    max_output_tokens: int | None  # per sequence; None: the context
+    request_timeout_s: float  # time to generate the response
+    body_timeout_s: float  # time to receive the body
     traffic: Traffic
     deadlines: Deadlines
     unread: Unread
     compiling: Compiling
     bodies: Bodies
     share_prefixes: bool
-    strict_fields: bool  # fields without effect are refused
-    lora_root: Path | None = None  # of the adapters that clients may load; None: they may not
-    logged: set[str] = field(default_factory=set)  # fields without effect that are in the log
+    strict_fields: bool  # fields without effect are rejected
+    lora_root: Path | None = None  # folder of adapters that clients may load; None: they may not
+    logged: set[str] = field(default_factory=set)  # fields without effect that were logged
 
     def serving(self, engine: Served) -> Serving:
         """Raises ValueError if the engine has no tokenizer."""
@@ -112,8 +112,8 @@ class Front:
         return Answer(self, engine, prepared, request.state.arrived)
 
     async def respond(self, request: Request, kind: type[RequestT], compute: Callable[[Serving, RequestT], Any]) -> Response:
-        """Receive the body and return what `compute` makes of it. Its fields without effect are all unknown ones or labels. Raises
-        RequestError as `refuse` does."""
+        """Receive the body and respond with `compute`'s result. Only unknown fields and labels have no effect. Raises as
+        `refuse`."""
 
         def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
             given = server.parsed(kind, body)
@@ -127,8 +127,8 @@ class Front:
     async def compute(
         self, request: Request, prepare: Callable[[Serving, bytes], tuple[RequestT, Callable[[], Response]]]
     ) -> Response:
-        """Receive the body, of which `prepare` makes the request and what makes the response: that may take long, and runs in a
-        thread that no body needs. Raises RequestError as `refuse` does."""
+        """Receive the body. `prepare` turns it into the request and a function that makes the response. That function may take long
+        and runs in a thread that no body needs. Raises RequestError as `refuse` does."""
         async with self.received(request, prepare) as (given, make):
             ignored = without_effect(given)
             self.refuse(ignored, ignored)
@@ -143,14 +143,14 @@ class Front:
         return self.lora_root
 
     async def receive(self, request: Request, make: Callable[[Serving, bytes], Result]) -> Result:
-        """As `received`, of which the body counts no longer."""
+        """As `received`, but the body no longer counts as in flight."""
         async with self.received(request, make) as result:
             return result
 
     @asynccontextmanager
     async def received(self, request: Request, make: Callable[[Serving, bytes], Result]) -> AsyncIterator[Result]:
-        """Receive the body and yield `make(its model, body)`, which runs in a worker thread; the body counts among those in flight
-        until the end. Raises RequestError."""
+        """Receive the body and yield `make(its model, body)`, made in a worker thread. The body is in flight until then. Raises
+        RequestError."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError(f"content-type is {kind[:100]!r}; it must be application/json", status=415)
@@ -165,8 +165,8 @@ class Front:
             yield await self.bodies.prepare(partial(make, await self.models.pick(self, request, body)), body)
 
     async def _read(self, request: Request, body: Body) -> None:
-        # Rejected bodies are drained up to this size: many clients read no response before they have sent all. Who waits to be told
-        # to go on has sent nothing.
+        # Rejected bodies are drained up to this size, because many clients read no response before they have sent everything. A
+        # client that waits for 100-continue has sent nothing.
         drained = (1 if "100-continue" in request.headers.get("expect", "").lower() else 8) * self.bodies.max_bytes
         if (announced := request.headers.get("content-length", "")).isdecimal() and int(announced) > drained:
             raise body.too_large()
@@ -176,14 +176,14 @@ class Front:
                 break
 
     def refuse(self, names: Sequence[str], unknown: Sequence[str]) -> None:
-        """With `strict_fields`, raise RequestError for a field without effect, unknown if it is in `unknown` and no label."""
+        """With `strict_fields`, raise RequestError for a field without effect. It is unknown if it is in `unknown` and no label."""
         if self.strict_fields and names:
             label = names[0] not in unknown or names[0] in LABELS
             message = f"{shown(names[0])}: " + ("this OpenAI field is not supported; leave it out" if label else "unknown field")
             raise RequestError(message, param=shown(names[0]), code="unsupported_parameter" if label else "unknown_parameter")
 
     def headers(self, ignored: Sequence[str]) -> list[tuple[bytes, bytes]]:
-        """Name the fields without effect: in the response's header, and each once in the log."""
+        """The response header that names the fields without effect; each is also logged once."""
         names = [shown(name) for name in ignored]
         if new := [name for name in names if name not in self.logged][: MAX_LOGGED - len(self.logged)]:
             self.logged.update(new)
@@ -211,7 +211,7 @@ class Serving:
         constraint: str,
         ignored: Sequence[str] = (),
     ) -> Prepared:
-        """`constraint`: the field that constrains the output, if one does. Raises RequestError as `refuse` does."""
+        """`constraint`: the field that constrains the output, if any. Raises RequestError as `refuse` does."""
         names = sorted({*ignored, *without_effect(request)})
         self.front.refuse(names, without_effect(request))
         if params.prompt_logprobs is not None:
@@ -225,7 +225,7 @@ class Serving:
             target=Target(request.first_within, request.wait_within),
             salt=f"{caller.salt}:{request.cache_salt or ''}",
             tenant=caller.tenant,
-            # Even if it was unloaded since the name was checked: the model alone would answer in its name.
+            # Kept even if the adapter was unloaded since the check: the model alone must not answer in its name.
             adapter="" if request.model in (None, self.engine.model_name) else request.model,
             constraint=constraint,
             whole=not request.stream,
@@ -233,7 +233,7 @@ class Serving:
         return Prepared(request, work, form, names)
 
     def parsed(self, kind: type[RequestT], body: bytes) -> RequestT:
-        """The request of a body. Raises RequestError, also for another model."""
+        """Parse the request. Raises RequestError, also for another model's name."""
         given: Any = parse(kind, body)
         served = (self.engine.model_name, *self.engine.adapters)
         if "model" in kind.model_fields and given.model is not None and given.model not in served:
@@ -245,7 +245,7 @@ class Serving:
             raise RequestError(f"{prompts} prompts x n ({n}) is more than {MAX_SEQUENCES} sequences", param="n")
 
     def encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
-        """`param`: the field that the text is of. Raises RequestError if it is longer than the context."""
+        """`param`: the field that holds the text. Raises RequestError if the text is longer than the context."""
         context = self.engine.max_context
         try:
             return self.tokenizer.encode(text, special=special, max_tokens=context)
@@ -254,7 +254,7 @@ class Serving:
             raise RequestError(message, param=param, code="context_length_exceeded") from None
 
     def max_tokens(self, prompts: Sequence[Sequence[int]], requested: int | None, default: int, param: str) -> int:
-        """Of the output: `requested`, or at most `default`. Raises RequestError."""
+        """The output's limit: `requested`, or at most `default`. Raises RequestError."""
         longest, limit = max(map(len, prompts)), self.front.max_output_tokens
         free = self.engine.max_context - longest
         if free < 1 or (requested or 1) > free:
@@ -272,7 +272,7 @@ def not_found(name: str, served: Iterable[str]) -> RequestError:
 
 
 def body_of(engine: Served, created: int) -> ModelBody:
-    """`created`: when it began to be served."""
+    """`created`: when serving began."""
     return {
         "id": engine.model_name,
         "object": "model",

@@ -24,7 +24,7 @@ from slipstream.inference.stats import total
 
 @dataclass(frozen=True, slots=True)
 class OnlyModel:
-    """The `Choice` of a server with one model, which is loaded before it starts."""
+    """The `Choice` of a server with one model, which is loaded before the server starts."""
 
     engine: Served
     created: int
@@ -57,7 +57,7 @@ class OnlyModel:
 
 
 def replicas_of(router: Router) -> list[Replica]:
-    """Waits for what the engines say."""
+    """Waits for the engines' figures."""
     each = enumerate(zip(router.engines, router.each(), strict=True))
     return [Replica(one.address or str(index), one.state.value == "ready", one.starts, stats) for index, (one, stats) in each]
 

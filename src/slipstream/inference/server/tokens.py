@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM has them."""
+"""/tokenize and /detokenize, as in vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.inference.server.requests import MAX_MESSAGES, Fields, TokenId, 
 from slipstream.inference.server.state import Front, Serving
 from slipstream.inference.text import TooLongError
 
-MAX_TOKENS = 131_072  # of one request: the JSON of its response holds the interpreter for milliseconds
+MAX_TOKENS = 131_072  # per request: the JSON of its response holds the GIL for milliseconds
 
 
 class TokenizeRequest(Fields):
@@ -22,7 +22,7 @@ class TokenizeRequest(Fields):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: list[Tool] | None = None
-    add_special_tokens: bool | None = None  # of a prompt; the template writes those of a chat
+    add_special_tokens: bool | None = None  # only for a prompt; a chat's template writes them itself
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 

@@ -13,7 +13,7 @@ from slipstream.world.extras import needs
 
 
 def check_collector(endpoint: str) -> None:
-    """Raise ValueError unless spans can be sent to such a URL. Whether somebody listens there is not asked: that changes."""
+    """Raise ValueError unless spans can be sent to such a URL. A running collector is not required, because that may change."""
     if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
         raise ValueError(f"--otlp-traces is {endpoint!r}; it must be a URL such as http://localhost:4318/v1/traces")
     _exporters()
@@ -27,10 +27,10 @@ def _exporters() -> Any:
 
 
 class Traces:
-    """ASGI middleware: a span for each HTTP request, within the client's (`traceparent`) if it sent one.
+    """ASGI middleware: a span per HTTP request, within the client's (`traceparent`) if it sent one.
 
-    It has OpenTelemetry's attributes of an HTTP server, `slipstream.request_id`, and an event `first byte` for the response's
-    body, which is the first token of a stream. They are sent to the collector in the background."""
+    It has OpenTelemetry's attributes of an HTTP server, `slipstream.request_id`, and an event `first byte` for the response's body,
+    which is the first token of a stream. Spans are sent to the collector in the background."""
 
     def __init__(self, app: ASGIApp, endpoint: str) -> None:
         """`endpoint`: the URL of a collector's traces over HTTP, such as http://localhost:4318/v1/traces."""
@@ -75,7 +75,7 @@ class Traces:
             await self.app(scope, receive, traced)
 
     def close(self) -> None:
-        """Send the spans that are left."""
+        """Send the remaining spans."""
         self.provider.shutdown()
 
 
