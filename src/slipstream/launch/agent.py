@@ -34,12 +34,12 @@ from slipstream.launch.zygote import spare_ranks
 from slipstream.world import brief
 from slipstream.world.host import read_pressure
 
-_POLL_S = 0.02  # between two looks at the ranks, in a job of one host: with more, each look asks the rendezvous's host
+_POLL_S = 0.02  # seconds between polls of the ranks in a job of one host; with more, each poll asks the rendezvous's host
 _SHARED_MEMORY, _KEPT = Path("/dev/shm"), "slipstream-memory-"
 
 
 def _quiet_torchrun() -> None:
-    """Silence torchrun's logs of every signal and exit, since we report the failure once. LOGLEVEL, its own switch, wins."""
+    """Silence torchrun's logs of every signal and exit, because we report the failure once. LOGLEVEL, its own switch, wins."""
     if "LOGLEVEL" in os.environ:
         return
     for name in list(logging.root.manager.loggerDict):
@@ -69,7 +69,7 @@ def _prepare_restarts(options: argparse.Namespace) -> None:
 
 
 def _collect(failures: dict[int, Any], folder: Path, watch: RankWatch) -> list[Failure]:
-    """Join torchrun's process failures with the records of the ranks and the times of their deaths."""
+    """Combine torchrun's process failures with the records of the ranks and the times of their deaths."""
     attempts = [int(path.name.removeprefix("attempt").partition("-")[0]) for path in folder.glob("attempt*-rank*")]
     attempt = max(attempts, default=0)
     records = {record.rank: record for record in read_records(folder, attempt)}
@@ -156,9 +156,10 @@ def _ready_to_restart() -> Iterator[None]:
 
 @contextmanager
 def _memory_of_host() -> Iterator[None]:
-    """A folder in this host's memory for the newest checkpoint: it outlives the ranks that write it, and goes with this agent.
+    """A folder in this host's memory for the newest checkpoint. It outlives the ranks that write it, and this agent removes it at
+    its end.
 
-    Those of agents that were killed are removed: their locks are gone.
+    Folders of killed agents are removed, too: their locks are gone.
     """
     if not os.access(_SHARED_MEMORY, os.W_OK):
         yield
@@ -191,7 +192,8 @@ def _locked(folder: str | Path) -> int:
 
 @contextmanager
 def _reporting_reaped_ranks(watch: RankWatch) -> Iterator[None]:
-    """Tell the watch of each failed rank that torchrun reaps: on a loaded machine it does so before the watch reads the exit code.
+    """Tell the watch of each failed rank that torchrun reaps: on a loaded machine torchrun does so before the watch reads the exit
+    code.
 
     torchrun makes a ProcessFailure of each of them, before it restarts the ranks.
     """

@@ -1,7 +1,7 @@
 """`slipstream bench-comm`: the speed of every collective between the ranks of a job, by size and transport.
 
-The command starts its own ranks by `slipstream run`. Where ranks have been started already (`srun slipstream bench-comm`), it
-measures those.
+The command starts its own ranks with `slipstream run`. If ranks are already running (`srun slipstream bench-comm`), it measures
+those.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`slipstream bench-disk DIR`: which block size and queue depth of `aio` suit the disk under a folder."""
+"""`slipstream bench-disk DIR`: find the block size and queue depth of `aio` for the disk that holds a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.ops.disk import DiskRate, sweep
 
-_ENOUGH = 0.97  # a setting that reaches so much of the best, with less memory in flight, is as good
+_ENOUGH = 0.97  # a setting that reaches this share of the best rate, with less memory in flight, counts as equally good
 
 
 def choose(settings: list[DiskRate]) -> DiskRate:
@@ -19,7 +19,7 @@ def choose(settings: list[DiskRate]) -> DiskRate:
 
 
 def _together(setting: DiskRate) -> float:
-    """The harmonic mean of both rates; 0 for a disk so busy that nothing was done in the time."""
+    """The harmonic mean of both rates; 0 if the disk was too busy to complete an operation in the time."""
     return 2 / (1 / setting.read + 1 / setting.write) if setting.read and setting.write else 0.0
 
 

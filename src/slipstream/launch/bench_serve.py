@@ -68,7 +68,7 @@ class RequestTimes:
         return max((after - before for before, after in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
-_LATENCIES: dict[str, tuple[str, Callable[[RequestTimes], float]]] = {  # name of the JSON object -> label of the table, value
+_LATENCIES: dict[str, tuple[str, Callable[[RequestTimes], float]]] = {  # key in the JSON object -> (label in the table, value)
     "first_token": ("time to first token", attrgetter("first")),
     "between_tokens": ("time between tokens", attrgetter("between")),
     "longest_wait": ("longest wait", attrgetter("longest")),
@@ -80,7 +80,7 @@ class Client:
     """A client of the server under test; opens one HTTP connection per request."""
 
     def __init__(self, url: str, key: str | None, timeout: float, more: Mapping[str, Any] | None = None) -> None:
-        """`more`: fields of each request."""
+        """`more`: additional fields of each request."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not a server URL; write http://127.0.0.1:8000")
@@ -245,8 +245,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def summary(
     answers: Sequence[RequestTimes], failed: Sequence[tuple[RequestTimes, str]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """The object that `--json` prints. Times are in seconds; rates are per second, over the time from the first arrival to the
-    last end, including failed requests."""
+    """The object that `--json` prints. Times are in seconds. Rates are per second, over the time from the first arrival to the last
+    end, including failed requests."""
     results: dict[str, Any] = {"requests": len(answers), "failed": dict(Counter(reason for _, reason in failed))}
     if not answers:
         return results

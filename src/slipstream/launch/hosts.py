@@ -1,8 +1,8 @@
 """Select the hosts and devices of a job by hostfile, `--include`, `--exclude` and counts. Pure functions.
 
 A hostfile has one `name slots=N` per line; `#` starts a comment. A filter is `host1:0,1@host2`: hosts joined by `@`, each with
-device numbers, or without for all of its devices. Node ranks follow the order of the hostfile, which filters do not change: the
-first host is the master.
+device numbers, or without them for all of its devices. Node ranks follow the order of the hostfile, which filters do not change:
+the first host is the master.
 """
 
 from __future__ import annotations

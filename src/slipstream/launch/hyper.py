@@ -1,7 +1,7 @@
-"""`slipstream tune --search` and `--lr-range`: values of hyperparameters by the loss of short runs.
+"""`slipstream tune --search` and `--lr-range`: choose hyperparameters by the loss of short runs.
 
-`--search` asks Optuna's TPE sampler for values and tells it the losses; a run whose loss is outside the better half at a rung is
-stopped. `--lr-range` is one run whose learning rate grows exponentially (Smith, arXiv:1506.01186).
+`--search` asks Optuna's TPE sampler for values and reports the losses to it. A run whose loss is outside the better half at a rung
+is stopped. `--lr-range` is one run with an exponentially growing learning rate (Smith, arXiv:1506.01186).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 LR = "optimizer.params.lr"
 _OF_CONFIGURATIONS = ("axes", "disk", "max_batch", "memory", "metric", "micro_batches", "patience", "tuner")  # options
-_DIVERGED = 4.0  # times the smallest smoothed loss
-_MEMORY = 0.9  # of the smoothed loss
-_MOST_FAILED = 3  # runs, when none has succeeded
-_NARROWEST = 8  # steps over which a slope is fitted: a fifth of the test, at least so many
-_STANDS_OUT = 4.0  # standard errors of a slope
+_DIVERGED = 4.0  # a loss above this multiple of the smallest smoothed loss has diverged
+_MEMORY = 0.9  # decay of the smoothed loss
+_MOST_FAILED = 3  # failed runs, without a successful one, that end the search
+_NARROWEST = 8  # the fewest steps over which a slope is fitted; otherwise a fifth of the test
+_STANDS_OUT = 4.0  # standard errors of its slope by which a fall stands out
 
 
 class Range(NamedTuple):
@@ -72,7 +72,7 @@ def _optuna() -> Any:
 
 
 def search(tuner: Tuner) -> str:
-    """Run what the options ask for, going on from the runs that are known. Returns why it ended."""
+    """Run the search that the options request; known runs count. Returns why it ended."""
     if tuner.options.lr_range:
         return _range_test(tuner, *tuner.options.lr_range)
     optuna = _optuna()
@@ -96,12 +96,12 @@ def search(tuner: Tuner) -> str:
 class Found(NamedTuple):
     """Learning rates that a range test suggests; None: no such rate."""
 
-    steepest: float | None  # where the loss falls fastest, of all falls that stand out from its noise
-    diverges: float | None  # where it exceeds four times its smallest value
+    steepest: float | None  # where the loss falls fastest, among falls that stand out from the noise
+    diverges: float | None  # where the loss exceeds four times its smallest value
 
     @property
     def suggested(self) -> float:
-        """The smaller of the first and a tenth of the second. Raises ValueError without both."""
+        """The smaller of `steepest` and `diverges` / 10. Raises ValueError without both."""
         known = [*filter(None, [self.steepest, self.diverges and self.diverges / 10])]
         if not known:
             raise ValueError("the loss neither falls nor diverges at any rate: choose a wider --lr-range, or more --steps")
@@ -109,12 +109,12 @@ class Found(NamedTuple):
 
 
 def read(rates: Sequence[float], losses: Sequence[float]) -> Found:
-    """The rates of a test, by the loss of each of its steps."""
+    """The rates that a test suggests, from the loss of each of its steps."""
     mean, least, end = 0.0, math.inf, len(losses)
     for i, loss in enumerate(losses):
         mean = _MEMORY * mean + (1 - _MEMORY) * loss
         smooth = mean / (1 - _MEMORY ** (i + 1))
-        if not smooth <= _DIVERGED * least:  # also if it is not a number
+        if not smooth <= _DIVERGED * least:  # also if it is NaN
             end = i
             break
         least = min(least, smooth)
@@ -129,14 +129,14 @@ def read(rates: Sequence[float], losses: Sequence[float]) -> Found:
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """The slope of the least squares' line, and its standard error."""
+    """The slope of the least-squares line, and its standard error."""
     slope, intercept = linear_regression(x, y)
     squares = sum((b - slope * a - intercept) ** 2 for a, b in zip(x, y, strict=True))
     return slope, math.sqrt(squares / (len(x) - 2)) / (pstdev(x) * math.sqrt(len(x)))
 
 
 def _range_test(tuner: Tuner, low: float, high: float) -> str:
-    """One run over the rates; its row gets the suggested one. Returns what it found."""
+    """One run over the rates; its row gets the suggested rate. Returns the finding as text."""
     if not tuner.rows:
         row = tuner.run({}, rates=(low, high))
         if row.outcome != "measured":

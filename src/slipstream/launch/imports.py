@@ -1,4 +1,4 @@
-"""What a script imports before it does anything else, by its text and that of the modules beside it: nothing of it is run."""
+"""What a script imports before it does anything else, found in its text and that of the modules beside it. Nothing of it is run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MAKERS |= {"int", "float", "str", "bool", "tuple", "list", "dict", "set", "froz
 
 
 class Walk:
-    """The statements with which a script imports installed packages, in the order in which they run, also by way of the user's own
-    modules: as far as nothing else runs."""
+    """The statements by which a script, directly or through the user's own modules, imports installed packages, in execution order,
+    up to the first statement that does anything else."""
 
     def __init__(self, script: Path, folder: Path) -> None:
-        """folder: where modules are looked for first."""
+        """`folder`: where modules are searched first."""
         self.found: list[ast.stmt] = []
         self.changes_environment = False
         self._seen: set[Path] = set()
@@ -29,12 +29,12 @@ class Walk:
 
     @property
     def is_fit(self) -> bool:
-        """Whether ranks may begin with all of these and Slipstream imported."""
+        """Whether ranks may start with all of these packages and Slipstream imported."""
         modules = {name.parts[0] for node in self.found for _, names in _modules(node, Path("/")) for name in names}
         return not self.changes_environment and (self.is_whole or bool(modules & {"slipstream", "deepspeed"}))
 
     def _read(self, file: Path) -> bool:
-        """Whether all of the file but its main part only imports and defines."""
+        """Whether all of the file except its main part only imports and defines."""
         if file in self._seen:
             return True
         self._seen.add(file)
@@ -66,7 +66,7 @@ class Walk:
         spec = _find(package := names[0].parts[0])
         places = [] if spec is None else [Path(place) for place in (spec.origin, *(spec.submodule_search_locations or ())) if place]
         if spec is None or package == "slipstream" or any(_PACKAGES & {*place.parts} for place in places):
-            self.found.append(node)  # what there is not fails here as in the rank
+            self.found.append(node)  # a missing package fails here as in the rank
             return True
         if not spec.submodule_search_locations and (not spec.has_location or _is_of_python(places[0])):
             return True
@@ -88,8 +88,8 @@ def _is_of_python(place: Path) -> bool:
 
 
 def _modules(statement: ast.stmt, file: Path) -> Iterator[tuple[ast.stmt, list[Path]]]:
-    """Of a statement in `file`, for each package: a statement that imports from it alone, and the modules that this may import, as
-    paths: relative ones, or of a relative import absolute ones."""
+    """Split an import in `file` by package. Yields, for each, a statement that imports only it, and the modules that this may
+    import, as paths: relative to the search folder, or absolute for a relative import."""
     match statement:
         case ast.Import(names=names):
             for alias in names:
@@ -102,13 +102,13 @@ def _modules(statement: ast.stmt, file: Path) -> Iterator[tuple[ast.stmt, list[P
 
 
 def _only_makes(statement: ast.stmt) -> bool:
-    """Whether a statement calls nothing, or what is known to make a value and no more."""
+    """Whether a statement calls nothing, or only functions known to create values without side effects."""
     functions = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
     return all(getattr(each, "attr", getattr(each, "id", "")) in _MAKERS for each in functions)
 
 
 def _changes_environment(node: ast.AST) -> bool:
-    """Whether a part of a statement sets or deletes variables, or may."""
+    """Whether a part of a statement sets or deletes environment variables, or may do so."""
     match node:
         case ast.Subscript(value=ast.Attribute(attr="environ") | ast.Name(id="environ"), ctx=ast.Store() | ast.Del()):
             return True

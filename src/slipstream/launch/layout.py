@@ -1,7 +1,7 @@
-"""The mesh of a run before its ranks start: the sizes of its axes, and on which host each rank stands.
+"""The mesh of a run before its ranks start: the sizes of its axes, and the host of each rank.
 
-Every launcher numbers the ranks of a host consecutively and fills hosts in their order, and a mesh numbers ranks with tp innermost,
-then sp, data and pp. So the slices of a layer stay on a host if the ranks of each host are a multiple of tp.
+Every launcher numbers the ranks of a host consecutively and fills hosts in their order. A mesh numbers ranks with tp innermost,
+then sp, data and pp. So the slices of a layer stay on a host if the number of ranks per host is a multiple of tp.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 from slipstream.world.sizes import check_stated, sizes_in
 
-# Of a script: DeepSpeed's own, and those of transformers' Trainer and of common examples
+# Script flags that name a config: DeepSpeed's own, and those of transformers' Trainer and of common examples
 _CONFIG_FLAGS = ("--deepspeed_config", "--deepscale_config", "--deepspeed", "--ds_config", "--config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownMesh:
-    """Sizes of axes, and who states them."""
+    """Sizes of axes, and the text that says who set them."""
 
     sizes: Mapping[str, int]
     source: str
@@ -33,7 +33,7 @@ class KnownMesh:
 
 
 def read_mesh(given: Mapping[str, int] | None, arguments: Sequence[str]) -> KnownMesh | None:
-    """The mesh of `--mesh` and of a config among the script's arguments; None: neither states a size, the script may.
+    """The mesh set by `--mesh` or by a config among the script's arguments; None: neither sets a size, but the script may.
 
     Raises ValueError if the two differ. A file that is no config is left to the script.
     """
@@ -52,10 +52,10 @@ def _config(path: str) -> dict[str, object]:
     text = Path(path).read_text(encoding="utf-8-sig")
     try:
         raw = json.loads(text)
-    except RecursionError:  # of thousands of brackets
+    except RecursionError:  # thousands of nested brackets
         return {}
     except json.JSONDecodeError:
-        from slipstream.config.text import read_json  # which allows comments; imports torch
+        from slipstream.config.text import read_json  # allows comments; imports torch
 
         try:
             raw = read_json(text, path).value
@@ -73,10 +73,10 @@ def _configs_among(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def arrange(mesh: KnownMesh, hosts: Sequence[tuple[str, int]], *, may_change: bool) -> list[str]:
-    """The table of ranks, and a warning if slices of a layer have to be on several hosts.
+    """The table of ranks, and a warning if slices of a layer must span several hosts.
 
     hosts       name and number of ranks, in rank order
-    may_change  hosts come and go: only what holds on each of them is checked, and there is no table
+    may_change  hosts come and go: only conditions on each host are checked, and there is no table
 
     Raises ValueError if the sizes do not fit the ranks, or tp the ranks of a host.
     """
@@ -109,7 +109,7 @@ def arrange(mesh: KnownMesh, hosts: Sequence[tuple[str, int]], *, may_change: bo
 
 
 def _check_slices(mesh: KnownMesh, hosts: Sequence[tuple[str, int]], tp: int) -> None:
-    """Raise ValueError if slices are on several hosts although a host has room for all of a layer's."""
+    """Raise ValueError if slices span several hosts although one host has room for all slices of a layer."""
     counts = [count for _, count in hosts]
     if len(hosts) == 1 or max(counts) < tp or not any(count % tp for count in counts):
         return

@@ -51,7 +51,7 @@ def state_nbytes(plan: Plan, num_params: int, world: int) -> dict[str, int]:
 
     from slipstream.train.planning import explain, predict
 
-    # as many parameters as ranks, because some optimizers need whole ones
+    # as many parameters as ranks, because some optimizers take whole ones
     params = [torch.nn.Parameter(torch.empty(-(-num_params // world), device="meta")) for _ in range(world)]
     parts = explain.parts_of(torch.nn.ParameterList(params), plan, world)
     lines = predict.idle_memory(predict.count(parts, explain.setting_of(plan, world, "cpu")))
@@ -130,7 +130,7 @@ def build_on_meta(target: str) -> torch.nn.Module:
 
 
 class BatchSizes(NamedTuple):
-    """The arguments of the model for one micro-batch."""
+    """The model's arguments for one micro-batch."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -163,7 +163,7 @@ def batch_of(options: argparse.Namespace, plan: Plan) -> BatchSizes | None:
 
 
 def facts(device: str | None, rows: int | None = None) -> ModelFacts:
-    """The facts for `resolve` without a model; the default device is this host's.
+    """The facts that `resolve` needs when there is no model; the default device is this host's.
 
     rows: of the example batch, used as the micro-batch size if the config sets none
     """
@@ -192,7 +192,7 @@ def rates_of(stated: Sequence[str]) -> dict[str, float]:
 
 
 def _check_ranks(options: argparse.Namespace) -> None:
-    """Refuse what has no effect with --ranks, or without."""
+    """Reject options that have no effect with --ranks, or without it."""
     if idle := [name for name in (_WITHOUT_RANKS if options.ranks else _WITH_RANKS) if getattr(options, name)]:
         name = "the config" if idle[0] == "config" else f"--{idle[0].replace('_', '-')}"
         raise ValueError(f"{name} has no effect {'with' if options.ranks else 'without'} --ranks: leave it out")
@@ -228,7 +228,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _sizes(options: argparse.Namespace, plan: Plan) -> int:
-    """Print the bytes of a rank by a number of parameters. Refuses what needs a model."""
+    """Print the bytes per rank for a number of parameters. Rejects options that need a model."""
     for option in ("memory", "batch_shape", "batch", "activations", "json"):
         if getattr(options, option):
             name = option.replace("_", "-")
@@ -241,7 +241,7 @@ def _sizes(options: argparse.Namespace, plan: Plan) -> int:
 
 
 def _cost_of_parts(options: argparse.Namespace, plan: Plan) -> int:
-    """Print the time and memory of a plan whose ranks have parts of a decoder or of its samples, by the layouts' model."""
+    """Print time and memory, by the layouts' model, of a plan whose ranks hold parts of a decoder or of its samples."""
     from slipstream.parallel import layouts
 
     if not options.model or plan.experts.size > 1 or options.memory or options.batch or options.activations:
@@ -267,7 +267,7 @@ def _cost_of_parts(options: argparse.Namespace, plan: Plan) -> int:
 
 
 def _setting(options: argparse.Namespace, ranks: int, batch: int) -> tuple[Any, Any]:
-    """The decoder of --model in a step of `batch` sequences, and the ranks, for the layouts' model."""
+    """The decoder of --model in a step of `batch` sequences, and the ranks, as the layouts' model takes them."""
     from slipstream.parallel import layouts
     from slipstream.train.planning import calibrate
 
@@ -291,7 +291,7 @@ def _described(options: argparse.Namespace, model: Any, cluster: Any) -> str:
 
 
 def compare_layouts(options: argparse.Namespace) -> int:
-    """Print the layouts of `--ranks` ranks by the time of a step, the config of the first, and its drawing."""
+    """Print the layouts of `--ranks` ranks by step time, the config of the fastest, and its drawing."""
     from slipstream.parallel import layouts
 
     if not options.model:
@@ -322,13 +322,13 @@ def compare_layouts(options: argparse.Namespace) -> int:
 
 
 def _drawn(form: str, ranking: Sequence[Any], batch: int) -> str:
-    """The pipeline of the first layout that has stages."""
+    """Draw the pipeline of the first layout that has stages."""
     from slipstream.parallel import drawing, schedule
 
     layout = next((layout for layout in ranking if layout.pp > 1), None)
     if layout is None:
         raise ValueError("--draw: no layout that fits has pipeline stages")
-    micros = min(batch // (layout.dp * layout.micro_batch), 16)  # more do not fit a page
+    micros = min(batch // (layout.dp * layout.micro_batch), 16)  # more do not fit on a page
     drawn = schedule.simulate(layout.pp, micros, schedule.style_of(layout.schedule, layout.chunks), layout.chunks)
     return drawing.draw_svg(drawn) if form == "svg" else drawing.draw_text(drawn)
 
@@ -347,7 +347,7 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     rates = profile = None
     if profile_of is not None:
         profile = profile_of(plan.activations.way == "recompute", plan.batch.micro_batch_size)
-        matmul.use(plan.products == "fastest")  # the rate to be measured is that of the engine's products
+        matmul.use(plan.products == "fastest")  # measure the rate of the engine's products
         rates = calibrate.rates(profile.dtype, device, folder, rates_of(options.rate))
     counted = predict.count(parts, explain.setting_of(plan, options.world, device))
     forecast = explain.Forecast(counted=counted, profile=profile, rates=rates)
@@ -362,7 +362,7 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
 
 
 def _print_forecast(options: argparse.Namespace, num_params: int, forecast: Any, proposals: Any) -> None:
-    """proposals: those that fit, the least that any needs, or None without a memory budget."""
+    """proposals: the configurations that fit, or the least memory that any needs, or None without a memory budget."""
     from slipstream.train.planning import explain, propose
 
     if options.json:

@@ -21,8 +21,8 @@ from slipstream.launch.failure import Extract, Failure, first, render, shell_cod
 from slipstream.world import brief
 
 _POLL_S = 0.05
-_RECORDS_S = 0.5  # after the first failure, time for the records of other commands to arrive
-_GRACE_S = 4.0  # from the request to stop to SIGKILL; agents stop their ranks within watch.GRACE_S
+_RECORDS_S = 0.5  # seconds after the first failure for the records of other commands to arrive
+_GRACE_S = 4.0  # seconds from the request to stop until SIGKILL; agents stop their ranks within watch.GRACE_S
 
 
 class _Stopped(Exception):
@@ -135,7 +135,7 @@ def run_commands(commands: Sequence[Command], spare: int = 0) -> int:
         raise ValueError(f"{error.filename} is not installed on this host; install it or choose another --launcher") from None
     except _Stopped as stop:
         for number in handlers:
-            signal.signal(number, signal.SIG_IGN)  # to stop takes seconds, in which a second Ctrl-C is likely
+            signal.signal(number, signal.SIG_IGN)  # stopping takes seconds, in which a second Ctrl-C is likely
         _stop(running)
         name = signal.Signals(stop.number).name
         print(f"slipstream run: stopped by {name}, and the ranks on all hosts have stopped", file=sys.stderr, flush=True)

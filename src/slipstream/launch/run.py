@@ -1,7 +1,7 @@
 """`slipstream run`: turn the arguments and this host's state into a job and its commands, and run them.
 
-`HostState` is all that is read from this host. `plan_run`, a pure function, decides everything from it and the arguments; only
-`execute` has side effects.
+`HostState` holds everything that is read from this host. `plan_run`, a pure function, decides everything from it and the arguments.
+Only `execute` has side effects.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.world.discover import Node, node, ranks_per_node
 from slipstream.world.sizes import VARIABLE, shown_mesh
 
 DEFAULT_PORT = 29500  # torch's default, for jobs on several hosts
-_ELASTIC_RESTARTS = 100  # torch counts a lost host as a failure of those that are left
+_ELASTIC_RESTARTS = 100  # torch counts a lost host as a failure of the remaining ones
 _THIS_HOST = commands.LOOPBACK
 # Fields of Job of the same name
 _JOB_OPTIONS = ("module", "no_python", "pass_local_rank", "max_restarts", "quiet", "ssh_port", "elastic", "venv_script")
@@ -50,7 +50,7 @@ class HostState:
     hostfile: str | None = None  # text
     env_files: tuple[tuple[str, str], ...] = ()  # (path, text), later ones win
     mesh: KnownMesh | None = None  # None: only the script knows
-    exports: Mapping[str, str] = field(default_factory=dict)  # of the launcher's own, to all ranks
+    exports: Mapping[str, str] = field(default_factory=dict)  # set by the launcher, for all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Start:
     agent: tuple[str, ...] | None  # torchrun's options
     env: Mapping[str, str]  # for the agent
     notes: tuple[str, ...]  # for the user, printed before the start
-    spare: int = 0  # how many of the commands may fail
+    spare: int = 0  # number of commands that may fail
 
 
 def _hosts(options: argparse.Namespace, around: HostState) -> tuple[Host, ...]:
@@ -91,7 +91,7 @@ def _default_launcher(options: argparse.Namespace, around: HostState, chosen: Se
 
 
 def _node_of_this_host(options: argparse.Namespace, around: HostState, chosen: Sequence[Host], place: Node | None) -> Node:
-    """This host's place, when each host starts only its own ranks. Elastic ones number themselves where they meet: all give 0."""
+    """This host's place, if each host starts only its own ranks. Elastic hosts are numbered at the rendezvous: all give 0."""
     known = place or Node(num_nodes=1, node_rank=0, master_addr=None, master_port=None)
     if options.elastic:
         wanted, num_nodes, node_rank = f"--elastic {options.elastic}", int(options.elastic.partition(":")[2]), 0
@@ -239,7 +239,7 @@ def _fill_in(options: argparse.Namespace, around: HostState) -> None:
 def _layout(
     options: argparse.Namespace, around: HostState, chosen: Sequence[Host], launcher: str, place: Node | None
 ) -> tuple[list[str], dict[str, str]]:
-    """What to say about the places of the ranks, and the variables for the ranks. Raises ValueError if the mesh does not fit."""
+    """A report on the placement of ranks, and variables for the ranks. Raises ValueError if the mesh does not fit."""
     if around.mesh is None:
         return [], {}
     from slipstream.world.layout import SHOWN  # imports torch
@@ -378,7 +378,7 @@ def execute(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _pid_file() -> Iterator[None]:
-    """While the job runs, a file of DeepSpeed's name holds the process to which a signal stops all ranks."""
+    """While the job runs, a file with DeepSpeed's name holds the pid of the process to which a signal stops all ranks."""
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"
     path.write_text(str(os.getpid()))
     print(f"slipstream run: launcher pid {os.getpid()}, in {path}", file=sys.stderr, flush=True)

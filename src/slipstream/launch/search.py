@@ -1,8 +1,8 @@
-"""Which configuration `slipstream tune` runs next, which runs it stops early, and why the others were dropped. Pure functions.
+"""Which configuration `slipstream tune` runs next, which runs it stops early, and why it drops the others. Pure functions.
 
-The planner predicts every candidate. Its times are floors, and are below measured ones by a factor that is about equal for
-similar configurations: each run corrects the predictions of the candidates most similar to it. A run goes on at the rungs (after
-STEPS, twice as many, ...) only while it is in the better half of all runs there: successive halving without its waits (ASHA,
+The planner predicts every candidate. Its times are lower bounds, and fall below measured times by a factor that is about equal for
+similar configurations, so each run corrects the predictions of the candidates most similar to it. A run continues at each rung
+(after STEPS, twice as many, ...) only while it is in the better half of all runs there: successive halving without its waits (ASHA,
 arXiv:1810.05934).
 """
 
@@ -16,12 +16,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 FIRST_RUNG = 3  # timed steps
-_NOISE = 1.05  # a run that is slower by less is not stopped
-_GAIN = 0.99  # of the best: what counts as an improvement
-_ALIKE = 0.02  # predictions that differ by less are equal: larger micro-batches win, then lower stages, which move less
+_NOISE = 1.05  # a run that is slower by less than this factor is not stopped
+_GAIN = 0.99  # a run is an improvement if it costs less than this share of the best
+_ALIKE = 0.02  # predictions that differ by less are equal: larger micro-batches win, then lower stages, which move less data
 
 BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-AXES: Mapping[str, tuple[str, ...]] = {  # what is searched -> the keys that it changes
+AXES: Mapping[str, tuple[str, ...]] = {  # axis of the search -> the keys that it changes
     "micro": BATCH,
     "stage": ("zero_optimization.stage",),
     "offload": tuple(f"zero_optimization.{key}" for key in ("offload_optimizer", "offload_param", "sub_group_size")),
@@ -37,8 +37,8 @@ class Candidate:
     micro: int  # samples of a micro-batch
     samples: int  # of a step, over all ranks
     stage: int = 0  # of ZeRO
-    seconds: float = 0.0  # of a step, predicted: a floor; 0: not predicted
-    memory: int | None = None  # of a rank, predicted
+    seconds: float = 0.0  # seconds per step, predicted, a lower bound; 0: not predicted
+    memory: int | None = None  # bytes per rank, predicted
     fits: bool = True
 
     @property
@@ -54,7 +54,7 @@ class Outcome:
     outcome: str  # measured, stopped (early) or failed
     reason: str = ""
     samples: int = 0
-    seconds: float = 0.0  # of a step, the median of those timed; 0: none was
+    seconds: float = 0.0  # seconds per step, median of the timed steps; 0: none was timed
     steps: int = 0  # timed
     loss: float | None = None  # mean of rank 0's over the second half of the timed steps
     memory: int | None = None  # peak of rank 0, measured
@@ -70,8 +70,8 @@ class Rules(NamedTuple):
     """When the search ends, and what is best."""
 
     runs: int = 8  # at most
-    patience: int = 2  # runs in a row without an improvement
-    margin: float = 1.15  # candidates predicted slower than this times the best are not run
+    patience: int = 2  # consecutive runs without an improvement
+    margin: float = 1.15  # candidates predicted slower than this multiple of the best are not run
     metric: str = "throughput"  # the cost: latency, seconds of a step; loss; throughput and flops, seconds of a sample
     tuner: str = "model_based"  # or gridsearch, random: the order of runs
 
@@ -92,10 +92,10 @@ def kept(
     largest: int | None = None,
     fixed: int | None = None,
 ) -> list[Candidate]:
-    """The candidates that change only what the axes allow, one of each.
+    """The candidates that change only what the axes allow, without duplicates.
 
-    micros: allowed sizes of micro-batches; largest: only so many sizes, the largest that fit; fixed: the size that the script
-    feeds whatever the config says
+    micros: allowed sizes of micro-batches; largest: keep only this number of sizes, the largest that fit; fixed: the size that the
+    script uses whatever the config says
     """
     allowed = {key for axis in axes for key in AXES[axis]}
     by_key = {each.key: each for each in candidates if allowed.issuperset(each.changes)}
@@ -109,9 +109,9 @@ def kept(
 
 
 def corrected(candidate: Candidate, candidates: Mapping[str, Candidate], rows: Sequence[Outcome], rules: Rules) -> float:
-    """The cost that the runs suggest for a candidate: their fit, times measured over fitted of those most similar to it.
+    """The cost that measurements suggest for a candidate: the fitted value times measured / fitted of the runs most similar to it.
 
-    The fit is factor * predicted + overhead * micro-batches, since the planner counts work and no calls. 0 without a prediction.
+    The fit is factor * predicted + overhead * micro-batches, because the planner counts work but not calls. 0 without a prediction.
     """
     known = [(row, candidates[row.key]) for row in rows if row.seconds and row.key in candidates and candidates[row.key].seconds]
     if not known or not candidate.seconds:
@@ -132,7 +132,7 @@ def corrected(candidate: Candidate, candidates: Mapping[str, Candidate], rows: S
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Factor and overhead, neither negative, of points (predicted, number of micro-batches, measured): least relative squares."""
+    """Factor and overhead, at least 0, for points (predicted, number of micro-batches, measured): least relative squares."""
     rows = [(predicted / measured, number / measured) for predicted, number, measured in points]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(row[i] for row in rows) for i in (0, 1))
@@ -147,13 +147,13 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def best_of(rows: Iterable[Outcome], rules: Rules) -> Outcome | None:
-    """The fastest run that was measured to its end."""
+    """The run with the lowest cost among those measured to their end."""
     measured = [row for row in rows if row.outcome == "measured" and row.seconds]
     return min(measured, key=lambda row: cost_of(row, rules), default=None)
 
 
 def order(candidates: Sequence[Candidate], rows: Sequence[Outcome], rules: Rules) -> list[tuple[Candidate, float]]:
-    """The candidates that have not run and fit, with their corrected costs (0: not predicted), the next one first."""
+    """Candidates that fit and have not run, with their corrected costs (0: not predicted), the next one first."""
     tried, known = {row.key for row in rows}, {each.key: each for each in candidates}
     left = [each for each in candidates if each.fits and each.key not in tried]
     costs = {each.key: corrected(each, known, rows, rules) for each in left}
@@ -190,14 +190,14 @@ def next_run(candidates: Sequence[Candidate], rows: Sequence[Outcome], rules: Ru
 
 
 def cost_of(row: Outcome, rules: Rules) -> float:
-    """What the search makes small."""
+    """The value that the search minimizes."""
     if rules.metric == "loss":
         return math.inf if row.loss is None else row.loss
     return cost(row.seconds, row.samples, rules)
 
 
 def rungs(steps: int, rules: Rules) -> Iterator[int]:
-    """The numbers of timed steps after which a run may be stopped; losses say little before a quarter of them."""
+    """The numbers of timed steps after which a run may be stopped; losses say little before a quarter of the steps."""
     rung = max(FIRST_RUNG, steps // 4) if rules.metric == "loss" else FIRST_RUNG
     while rung < steps:
         yield rung
@@ -205,7 +205,7 @@ def rungs(steps: int, rules: Rules) -> Iterator[int]:
 
 
 def is_slow(values: Sequence[float], rows: Sequence[Outcome]) -> bool:
-    """Whether a run with these costs at its rungs is outside the better half of all runs at the last of them."""
+    """Whether a run with these costs at its rungs is outside the better half of all runs at the last of its rungs."""
     place = len(values) - 1
     others = sorted(row.rungs[place] for row in rows if len(row.rungs) > place)
     return bool(others) and values[place] > others[(len(others) + 1) // 2 - 1] * _NOISE

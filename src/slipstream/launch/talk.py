@@ -28,8 +28,8 @@ __all__ = ["chat", "engine", "generate", "serve"]
 
 Messages = list[dict[str, str]]
 
-_OPTION = {"adapters": "--lora-modules", "tp_size": "--tp"}  # whose names are others
-LEAST_SECRET = 16  # bytes of the secret of `engine`; who listens could guess a short one
+_OPTION = {"adapters": "--lora-modules", "tp_size": "--tp"}  # those whose option has another name
+LEAST_SECRET = 16  # bytes of the secret of `engine`; an eavesdropper could guess a short one
 _HELP = "Ctrl-C stops an answer, /new starts a new chat, /help shows this help, Ctrl-D quits"
 _SAMPLING = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
@@ -184,7 +184,7 @@ def engine(options: argparse.Namespace) -> int:
 
 
 def _certificate(cert: str | None, key: str | None) -> Any:
-    """Before the model loads. Raises ValueError for files that cannot be served with."""
+    """Load the certificate before the model. Raises ValueError for unusable files."""
     if cert is None:
         if key is not None:
             raise ValueError("--tls-key is given without --tls-cert; add the certificate")
@@ -199,7 +199,7 @@ def _certificate(cert: str | None, key: str | None) -> Any:
 
 
 def _secret(options: argparse.Namespace, environment: Mapping[str, str]) -> bytes:
-    """What servers and engines on other hosts share. Raises ValueError if it is missing or short."""
+    """The secret that servers and engines on other hosts share. Raises ValueError if it is missing or short."""
     source, text = "SLIPSTREAM_ENGINE_SECRET", environment.get("SLIPSTREAM_ENGINE_SECRET", "")
     if options.engine_secret_file is not None:
         source = f"--engine-secret-file {options.engine_secret_file}"
@@ -227,7 +227,7 @@ def _api_keys(options: argparse.Namespace, environment: Mapping[str, str]) -> li
 
 
 def _keys(source: str, file: str) -> list[str]:
-    """The keys in a file, one a line; a line that begins with # is a comment."""
+    """The keys in a file, one per line; a line that begins with # is a comment."""
     try:
         return _stripped(source, (line for line in Path(file).read_text().splitlines() if not line.lstrip().startswith("#")))
     except (OSError, UnicodeError) as error:
@@ -288,7 +288,7 @@ def _served(options: argparse.Namespace, stack: ExitStack) -> Any:
 
 
 def _others(options: argparse.Namespace, arguments: Mapping[str, Any]) -> list[Any]:
-    """The engines on other hosts. Raises ValueError for options of engines if all are there."""
+    """The engines on other hosts. Raises ValueError for options of engines if all engines are there."""
     if options.engines is None:
         return []
     from slipstream.inference import server
@@ -301,7 +301,7 @@ def _others(options: argparse.Namespace, arguments: Mapping[str, Any]) -> list[A
 
 
 def _authorities(file: str | None) -> Any:
-    """Whose certificates engines may have; None: they are connected without TLS. Raises ValueError for another file."""
+    """The authorities of engines' certificates; None: connect without TLS. Raises ValueError for an invalid file."""
     if file is None:
         return None
     from slipstream.inference import tls
@@ -313,7 +313,7 @@ def _authorities(file: str | None) -> Any:
 
 
 def _with_own(options: argparse.Namespace, own: argparse.Namespace) -> argparse.Namespace:
-    """The options of all models, and over them those of one. Raises ValueError if two name it."""
+    """The options of all models, overridden by those of one. Raises ValueError if two options name the same setting."""
     if own.name is not None and options.model_name is not None:
         raise ValueError(f"--model-name {options.model_name} and {own.name}= both name the model; leave one of them out")
     given = {name: value for name, value in vars(own).items() if value not in (None, [])}
@@ -322,7 +322,7 @@ def _with_own(options: argparse.Namespace, own: argparse.Namespace) -> argparse.
 
 
 def _several(options: argparse.Namespace, stack: ExitStack) -> Any:
-    """Models that are loaded when they are asked for, each in processes of its own."""
+    """Models that are loaded at their first request, each in its own processes."""
     for name, remedy in (
         ("model_name", "write NAME=MODEL"),
         ("lora_modules", "write them into the quotes of the model that they are of: 'MODEL --lora-modules NAME=FOLDER'"),
@@ -343,7 +343,7 @@ def _several(options: argparse.Namespace, stack: ExitStack) -> Any:
 
 
 def _model(options: argparse.Namespace, spare: Any) -> Any:
-    """One of several, with its own options."""
+    """One of several models, with its own options."""
     from slipstream.inference import server
 
     name = options.model_name or Path(options.model).name
@@ -356,7 +356,7 @@ def _model(options: argparse.Namespace, spare: Any) -> Any:
 
 
 def _cores(options: argparse.Namespace) -> list[list[int]]:
-    """Equal shares of this process's cores, neighbors to each replica; with --threads or a GPU, each runs where it can."""
+    """Equal shares of this process's cores, neighbors for each replica. With --threads or a GPU, replicas are not bound."""
     if options.replicas is None:
         return []
     if options.threads is not None or (options.device or "cpu") != "cpu":
@@ -389,7 +389,7 @@ def _engine(options: argparse.Namespace) -> Iterator[InferenceEngine]:
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Of `init_inference`."""
+    """The arguments of `init_inference`."""
     folder = Path(options.model)
     if options.tokenizer is None and folder.is_dir() and not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder} has no tokenizer.json; add --tokenizer FOLDER")

@@ -38,7 +38,7 @@ STATE, TABLE, BEST, RUNS = "tuning.json", "tuning.md", "best.json", "runs"
 _MEASURED = ("seconds", "loss", "peak_bytes")
 _POLL_S, _GRACE_S = 0.05, 15.0
 _REMEDY = ": raise --memory, name a --disk for offload, start more ranks, or allow more --axes"
-_SEED = 0  # of tuner_type random
+_SEED = 0  # for tuner_type random
 _MARGIN = 1.15
 _DEFAULTS: Mapping[str, Any] = {
     "folder": "tuning",
@@ -52,7 +52,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "max_batch": None,
     "axes": list(search.AXES),
 }
-_FROM_BLOCK: Mapping[str, str] = {  # an option's name -> DeepSpeed's
+_FROM_BLOCK: Mapping[str, str] = {  # option -> DeepSpeed's name
     "folder": "results_dir",
     "overwrite": "overwrite",
     "warmup": "start_profile_step",
@@ -69,7 +69,7 @@ def _say(text: str) -> None:
 
 
 def smallest(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes of a config with which a model is most likely to fit, of the same global batch."""
+    """Changes of a config with which a model is most likely to fit, at the same global batch size."""
     changes: dict[str, Any] = {"zero_optimization.stage": 3, "slipstream.activations": "recompute"}
     micro, steps = config.get(BATCH[0]), config.get(BATCH[1], 1)
     if isinstance(micro, int) and (isinstance(steps, int) or BATCH[2] in config):
@@ -78,7 +78,7 @@ def smallest(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_mappings(arguments: Sequence[str], mappings: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
-    """The script's arguments with the values that a config has for the mapped keys: `--flag VALUE` is replaced or added."""
+    """The script's arguments, with the config's values of the mapped keys: `--flag VALUE` is replaced or added."""
     result = list(arguments)
     for key, flag in mappings.items():
         value: Any = config
@@ -94,7 +94,7 @@ def with_mappings(arguments: Sequence[str], mappings: Mapping[str, str], config:
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 of a run has written: what it is fed, then a line for each step."""
+    """The lines written by rank 0 of a run: its input first, then a line per step."""
     with suppress(FileNotFoundError):
         text = (folder / PROGRESS).read_text()
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -102,7 +102,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 
 class Started:
-    """One run of the script in a process group of its own."""
+    """One run of the script in its own process group."""
 
     def __init__(self, folder: Path, argv: Sequence[str]) -> None:
         self.folder, self.began = folder, time.monotonic()
@@ -127,7 +127,7 @@ class Started:
 
 
 class Tuner:
-    """The search in a folder. `state` is what STATE has."""
+    """The search in a folder. `state`: the content of STATE."""
 
     def __init__(self, options: argparse.Namespace, config: dict[str, Any], rules: Rules) -> None:
         self.options, self.config, self.rules = options, config, rules
@@ -144,7 +144,7 @@ class Tuner:
     # -- state --
 
     def open(self) -> None:
-        """Make the folder, or go on from it. Raises ValueError if it has another search, or what is not of a search."""
+        """Create the folder, or continue the search in it. Raises ValueError if it holds another search, or other files."""
         is_known = (self.folder / STATE).is_file()
         if self.folder.exists() and not is_known and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise ValueError(f"{self.folder} exists and has no {STATE} of a search: name another --folder")
@@ -156,7 +156,7 @@ class Tuner:
             self.save()
             return
         state = json.loads((self.folder / STATE).read_text())
-        task = json.loads(json.dumps(self.task))  # tuples are lists
+        task = json.loads(json.dumps(self.task))  # as read from the file: tuples become lists
         if differ := [name for name in task if task[name] != state["task"].get(name)]:
             raise ValueError(
                 f"{self.folder} has a search with another {' and '.join(differ)}: pass --overwrite, or another --folder"
@@ -196,7 +196,7 @@ class Tuner:
         """Run a configuration and record how it went."""
         options, number = self.options, len(self.rows)
         folder = self.folder / RUNS / str(number)
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
         folder.mkdir(parents=True)
         config = laid_over(self.config, nested(changes))
         wanted = {"memory": options.memory, "host": available_memory(), "disk": options.disk, "max_batch": options.max_batch}
@@ -219,11 +219,11 @@ class Tuner:
         return row
 
     def lines(self, number: int) -> list[dict[str, Any]]:
-        """What rank 0 has written in a run."""
+        """The lines that rank 0 has written in a run."""
         return lines_of(self.folder / RUNS / str(number))
 
     def _watch(self, run: Started) -> str:
-        """Wait until a run ends. Returns why the tuner ended it, if it did."""
+        """Wait until a run ends. Returns why the tuner stopped it, if it did."""
         said = ""
         while run.process.poll() is None:
             time.sleep(_POLL_S)
@@ -263,7 +263,7 @@ class Tuner:
         return Outcome(outcome="stopped" if short else "measured", reason=ended if short else "", **found)
 
     def _why_unusable(self, lines: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> str:
-        """Why a run that has ended well is no measurement; "" for one that is."""
+        """Why a run that ended well gives no measurement, or "" if it does."""
         if not lines:
             return "the script ended without a forward of an engine of slipstream.initialize in training mode"
         fed, micro = lines[0]["rows"], lines[0]["micro"]
@@ -330,7 +330,7 @@ def _short(changes: Mapping[str, Any]) -> str:
 
 
 def _late_loss(lines: Sequence[Mapping[str, Any]], steps: int) -> float:
-    """The mean loss in the second half of the first timed steps; not a number where one is missing."""
+    """The mean loss over the second half of the first `steps` timed steps; NaN if one is missing."""
     losses = [line.get("loss", math.nan) for line in lines[1:] if line["timed"]][steps // 2 : steps]
     return float(sum(losses) / len(losses))
 
@@ -342,7 +342,7 @@ def _told(row: Outcome, rules: Rules) -> str:
 
 
 def table(tuner: Tuner, ended: str) -> list[dict[str, Any]]:
-    """A line for each candidate, the best first: what it changes, what was predicted and measured, why it was dropped."""
+    """A line per candidate, the best first: changes, predictions, measurements, and the reason if it was dropped."""
     best, rules = search.best_of(tuner.rows, tuner.rules), tuner.rules
     known = {each.key: each for each in tuner.candidates}
     budget = (tuner.survey or {}).get("budget", 0)
@@ -388,7 +388,7 @@ def _without_unset(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finish(tuner: Tuner, ended: str) -> int:
-    """Write the table and the best config. Returns the exit code: 1 without a run that was measured."""
+    """Write the table and the best config. Returns the exit code: 1 if no run was measured."""
     lines, best, folder = table(tuner, ended), search.best_of(tuner.rows, tuner.rules), tuner.folder
     write_json(folder / STATE, json.loads((folder / STATE).read_text()) | {"table": lines, "ended": ended})
     among = f" of {len(tuner.candidates)} candidates" if tuner.candidates else ""
@@ -419,7 +419,7 @@ def _mapping(text: str) -> tuple[str, str]:
 
 
 def _of_block(options: argparse.Namespace, block: Any) -> dict[str, Any]:
-    """The defaults that the block `autotuning` has; what has no option of its own is set."""
+    """Defaults from the block `autotuning`; its keys without an option of their own are set directly."""
     steps = block.end_profile_step - block.start_profile_step
     if steps < 1:
         raise ValueError(

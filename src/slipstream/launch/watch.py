@@ -27,9 +27,9 @@ _SCAN_S = 0.25
 
 
 class RankWatch:
-    """A context manager around an agent's run, on the main thread. `deaths` maps pid -> time_ns; `killed` holds the pids that it
-    killed. It writes how each rank failed to `folder`, for the ranks of the next attempt. It passes SIGUSR1 on to the ranks.
-    `patient`: torchrun also stops ranks when hosts join or leave, so that they may be saving a checkpoint."""
+    """A context manager around an agent's run, on the main thread. `deaths`: pid -> time_ns. `killed`: the pids that it killed. It
+    writes how each rank failed to `folder`, for the ranks of the next attempt, and passes SIGUSR1 on to the ranks. `patient`:
+    torchrun also stops ranks when hosts join or leave, when they may be saving a checkpoint."""
 
     def __init__(self, folder: Path, *, patient: bool = False) -> None:
         self._folder, self._patient = folder, patient
@@ -66,7 +66,7 @@ class RankWatch:
         self._selector.close()
 
     def stop_soon(self) -> None:
-        """Kill the ranks `GRACE_S` from now; for an agent that is stopped because another node failed."""
+        """Kill the ranks `GRACE_S` from now, for an agent that is stopped because another node failed."""
         os.write(self._writes, bytes([signal.SIGINT]))
 
     def on_reaped(self, pid: int, exit_code: int) -> None:

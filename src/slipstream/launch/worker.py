@@ -50,7 +50,7 @@ class RankPlace:
     local_rank: int
     attempt: int
     folder: Path | None  # None: the record goes to the terminal
-    terminal: int = 2  # stderr, before it is a file
+    terminal: int = 2  # stderr's descriptor from before it became a file
 
 
 def _file(folder: Path, attempt: int, rank: int, suffix: str) -> Path:
@@ -130,13 +130,13 @@ def describe(error: BaseException, place: RankPlace) -> Failure:
 def _leave(code: int, *, at_once: bool = False) -> NoReturn:
     """Exit normally; after `EXIT_S` a C thread ends the process even if it hangs.
 
-    at_once: for a rank that ends because of another, whose end the restart waits for. Two collections of torch's objects, half a
-    second, are left out: what only they would have freed is not, but open files are flushed.
+    at_once: for a rank that ends because of another and holds up the restart. It skips two garbage collections of torch's objects,
+    which take half a second: what only they would free is not freed, but open files are flushed.
     """
     sys.stdout.flush()
     faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 (open until exit)
     if at_once:
-        gc.unfreeze()  # what the zygote of this rank froze
+        gc.unfreeze()  # objects that the zygote of this rank froze
         objects = gc.get_objects()
         files = {kind for kind in set(map(type, objects)) if issubclass(kind, io.TextIOBase | io.BufferedIOBase)}
         for file in [item for item in objects if type(item) in files]:
@@ -262,8 +262,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def source_of(argv: list[str]) -> tuple[Path, Path] | None:
-    """The file that `main` would run with these arguments, and the folder where its modules are looked for first. A module is not
-    imported for that, nor are its packages; None stands for one that is not found."""
+    """The file that `main` would run with these arguments, and the folder where its modules are searched first. Neither a module
+    nor its packages are imported for this. None: not found."""
     options = parse(argv)
     if not options.module:
         return (file := Path(options.target).absolute()), file.parent
@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
     _announce_restart(place)
     if place.folder is not None:
         _file(place.folder, place.attempt, place.rank, ".pid").write_text(str(os.getpid()))
-        _file(place.folder, place.attempt, place.rank, ".json").unlink(missing_ok=True)  # of before hosts joined or left
+        _file(place.folder, place.attempt, place.rank, ".json").unlink(missing_ok=True)  # from before hosts joined or left
         stack = open(_file(place.folder, place.attempt, place.rank, ".stack"), "w")  # noqa: SIM115 (open until exit)
         faulthandler.enable(file=stack)
     local_rank = [f"--local_rank={place.local_rank}"] if options.pass_local_rank else []

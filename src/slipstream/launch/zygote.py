@@ -1,20 +1,21 @@
-"""Ranks that start in milliseconds: of a run that may restart, the agent keeps a process that has imported what ranks import.
+"""Ranks that start in milliseconds: for a run that may restart, the agent keeps a process that has imported what ranks import.
 
-[Note: Zygote of ranks] The first ranks are ordinary processes. Beside them the zygote imports torch, this package, and what the
-script imports of installed packages; the user's own modules stay unread until a rank runs them. A rank of a later attempt is a fork
-of it, by way of a process between that ends at once: the kernel then gives the rank to the agent, which is the nearest "subreaper"
-for that moment, so that for torchrun and `watch` it is a child like any other. It waits until the agent has it.
+[Note: Zygote of ranks] The first ranks are ordinary processes. Meanwhile the zygote imports torch, this package, and the installed
+packages that the script imports; the user's own modules are not run before a rank runs them. A rank of a later attempt is forked
+from the zygote through an intermediate process that exits at once. The kernel then makes the rank a child of the agent, which is
+the nearest "subreaper" at that moment, so that torchrun and `watch` see an ordinary child. The rank waits until the agent has it.
 
     to the zygote                      from it
                                        ready
     arguments, environment             pid (None: no fork)
     begin
 
-A fork must not differ from a process that has run the script from its first line. So there is none if the script changes its
-environment anywhere, or does more than import and define before it imports Slipstream; if an import has started a native thread
-(OpenMP: the fork would wait for it forever), opened a file or a device, made a temporary folder or changed sys.path, or has read a
-variable that is another for the rank (LOCAL_RANK); if ranks are bound to cores, since libraries count these when they are loaded;
-and in the attempt after one whose forks failed at once. Whatever fails here ends in an ordinary start.
+A fork must not differ from a process that has run the script from its first line. So there is no fork in any of these cases:
+- the script changes its environment anywhere, or does more than import and define before it imports Slipstream;
+- an import has started a native thread (OpenMP: the fork would wait for it forever), opened a file or a device, made a temporary
+  folder, changed sys.path, or read a variable that differs for the rank (LOCAL_RANK);
+- ranks are bound to cores, because libraries count cores when they are loaded;
+- the attempt follows one whose forks failed at once. If anything fails here, the rank starts as an ordinary process.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _WORKER = "slipstream.launch.worker"
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _PATIENCE = 5.0  # seconds for a fork
-_AT_ONCE = 10.0  # seconds: a fork that fails within them may fail because it is one
+_AT_ONCE = 10.0  # seconds: if a fork fails within this time, being a fork may be the reason
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/accel", "/dev/dxg", "/dev/dri")
 _OURS = (
     "slipstream.config.parse",
@@ -52,16 +53,16 @@ _OURS = (
     "slipstream.train.saving.load",
     "slipstream.train.saving.save",
     "slipstream.world.monitor",
-    "torch._dynamo",  # the first optimizer of torch's imports it
+    "torch._dynamo",  # the first torch optimizer imports it
 )
-_SHARED = {"TORCHINDUCTOR_CACHE_DIR"}  # folders of temporary files that all processes of a user share, and not one of each
+_SHARED = {"TORCHINDUCTOR_CACHE_DIR"}  # folders of temporary files that all processes of a user share
 
 
 class Rank:
-    """A rank that the zygote has forked: what torchrun asks of a `subprocess.Popen`. It is a child of this process."""
+    """A rank that the zygote has forked, with the part of `subprocess.Popen` that torchrun uses. It is a child of this process."""
 
     def __init__(self, pid: int) -> None:
-        """Raises ChildProcessError if it is no child of this process."""
+        """Raises ChildProcessError if it is not a child of this process."""
         self.pid, self.began = pid, time.monotonic()
         self.returncode: int | None = None
         self.failed_at_once = False
@@ -70,14 +71,14 @@ class Rank:
     def _note(self, ended: int, status: int) -> None:
         if ended:
             self.returncode = os.waitstatus_to_exitcode(status)
-            was_sent = self.returncode in (-signal.SIGTERM, -signal.SIGKILL)  # to end it, as after another rank's failure
+            was_sent = self.returncode in (-signal.SIGTERM, -signal.SIGKILL)  # sent to stop it, as after another rank's failure
             self.failed_at_once = self.returncode != 0 and not was_sent and time.monotonic() - self.began < _AT_ONCE
 
     def poll(self) -> int | None:
         if self.returncode is None:
             try:
                 self._note(*os.waitpid(self.pid, os.WNOHANG))
-            except ChildProcessError:  # a signal's handler raised between the system call and the note
+            except ChildProcessError:  # a signal handler raised between the system call and `_note`
                 self.returncode = 1
         return self.returncode
 
@@ -93,7 +94,7 @@ class Rank:
 
 @contextmanager
 def spare_ranks() -> Iterator[None]:
-    """Until it is left, torchrun's ranks that run a Python script start as forks of a zygote, once there is one."""
+    """A context in which torchrun's ranks that run a Python script start as forks of a zygote, once it is ready."""
     handler: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
     plain, zygote = handler.Popen, _Zygote()
 
@@ -118,11 +119,11 @@ class _Zygote:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._is_ready = False
-        self._forks: list[Rank] = []  # of the attempts since the last that was ordinary
-        self._ordinary = ""  # the attempt that is
+        self._forks: list[Rank] = []  # of the attempts since the last ordinary one
+        self._ordinary = ""  # the last attempt that started ordinary processes
 
     def fork(self, args: Sequence[str], env: Mapping[str, str]) -> Rank | None:
-        """None: an ordinary process has to do. The zygote may be there the next time."""
+        """None: start an ordinary process. The zygote may be ready the next time."""
         own = worker.parse(arguments := list(args[args.index(_WORKER) + 1 :]))
         if own.is_executable or own.cores is not None:
             return None
@@ -131,7 +132,7 @@ class _Zygote:
         rank = None
         try:
             if self._process is None or self._process.poll() is not None:
-                if self._process is None or self._process.returncode != 0:  # 0: it would not be fit the next time either
+                if self._process is None or self._process.returncode != 0:  # 0: it would not be usable the next time either
                     self.close()
                     self._open(args)
             elif env.get(_ATTEMPT, "") != self._ordinary:
@@ -147,7 +148,7 @@ class _Zygote:
         before, after = args[: args.index(_WORKER)], args[args.index(_WORKER) + 1 :]
         with theirs:
             command = [*before, __name__, str(theirs.fileno()), *after]
-            # Its own group: Ctrl-C is the agent's. Not its own session: the agent's watch would take it for a rank.
+            # Its own group, because Ctrl-C is for the agent. Not its own session: the agent's watch would take it for a rank.
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], process_group=0)
         self._connection, self._is_ready = ours, False
 
@@ -155,7 +156,7 @@ class _Zygote:
         """Raises OSError or EOFError if the zygote fails."""
         if (connection := self._connection) is None:
             return None
-        if not self._is_ready and not connection.poll():  # it still imports
+        if not self._is_ready and not connection.poll():  # it is still importing
             return None
         self._is_ready = self._is_ready or connection.recv() == "ready"
         prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
@@ -186,7 +187,7 @@ class _Zygote:
 
 
 class _Noted(dict[Any, Any]):
-    """The variables of os.environ, which notes those that are read."""
+    """The variables of os.environ, which records the ones that are read."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         super().__init__(values)
@@ -202,7 +203,7 @@ class _Noted(dict[Any, Any]):
 
 
 class _Imports:
-    """What the zygote imports, and what became of the environment and sys.path by that."""
+    """The zygote's imports, and their effect on the environment and sys.path."""
 
     def __init__(self, found: list[ast.stmt]) -> None:
         before, path, opened = dict(os.environ), list(sys.path), _descriptors()
@@ -224,11 +225,11 @@ class _Imports:
         self.is_fit = sys.path == path and not own and _descriptors() == opened and _is_fit()
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """What imports in this environment would have made of it."""
+        """The environment that the imports would have left, had they run in `env`."""
         return {key: value for key, value in env.items() if key not in self.removed} | self.changed
 
     def fit(self, env: Mapping[str, str]) -> bool:
-        """Whether imports in this environment would have read the same."""
+        """Whether imports in this environment would have read the same values."""
         return all(env.get(key) == value for key, value in self.read.items())
 
 
@@ -238,7 +239,7 @@ def _descriptors() -> set[str]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """What imports print comes from each rank that starts by itself."""
+    """Discard what imports print: each ordinary rank prints it itself."""
     streams = [os.dup(1), os.dup(2)]
     null = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
@@ -255,7 +256,7 @@ def _silence() -> Iterator[None]:
 
 
 def _is_fit() -> bool:
-    """Whether a fork has all that this process has: no device is open, and no thread runs but those of BLAS, which end before."""
+    """Whether a fork has all that this process has: no device is open, and no thread runs except BLAS's, which end before it."""
     if not (pid := os.fork()):
         os._exit(0)
     os.waitpid(pid, 0)
@@ -267,11 +268,11 @@ def _is_fit() -> bool:
 
 
 def _fork() -> tuple[int, int]:
-    """The pid of a rank, and a pipe to which a byte lets it begin; in the rank, which leads a session then, 0 and the other end."""
+    """(pid of a rank, pipe on which a byte lets it begin). In the rank, which leads a new session: (0, the pipe's other end)."""
     told, tell = os.pipe()
     begins, begin = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of the threads of numpy's BLAS: it ends them before
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads of numpy's BLAS, which end before
         if between := os.fork():
             os.close(tell)
             os.close(begins)
@@ -289,8 +290,8 @@ def _fork() -> tuple[int, int]:
 
 
 def _serve(connection: Connection, imports: _Imports) -> tuple[list[str], dict[str, str], int]:
-    """In a rank, its arguments, its environment and the pipe that lets it begin. In the zygote, raises EOFError or OSError when the
-    agent has ended."""
+    """In a rank, returns its arguments, its environment and the pipe that lets it begin. In the zygote, raises EOFError or OSError
+    at the agent's end."""
     while True:
         arguments, env = connection.recv()
         if not imports.fit(env):
@@ -308,7 +309,7 @@ def _serve(connection: Connection, imports: _Imports) -> tuple[list[str], dict[s
 
 
 def _become_rank(env: Mapping[str, str], begins: int) -> None:
-    if not os.read(begins, 1):  # the zygote or the agent has ended, or the agent has given this rank up
+    if not os.read(begins, 1):  # the zygote or the agent has ended, or the agent no longer wants this rank
         os._exit(0)
     os.close(begins)
     os.environ.clear()
@@ -322,7 +323,7 @@ def main() -> None:
     connection = Connection(int(descriptor))
     os.set_inheritable(connection.fileno(), False)
     order = None
-    with suppress(Exception):  # ranks start without it, and it has nothing to tell the user
+    with suppress(Exception):  # ranks start without it, and the user need not know
         if (source := worker.source_of(own)) is None or sys.flags.safe_path:
             return
         before = sys.path[0]

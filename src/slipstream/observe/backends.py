@@ -1,6 +1,6 @@
-"""The backends of monitors.py: a class for each, which imports its library when it is made.
+"""The backends of monitors.py, a class each, which imports its library when it is created.
 
-All methods of a backend run in its thread. What they raise is logged, and the backend is then left out.
+All methods of a backend run in its thread. An exception is logged, and the backend is then disabled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Figure(NamedTuple):
 
 
 class Monitor(Protocol):
-    """What a backend has, also a custom one. It is made with the values of its block."""
+    """The interface of a backend, also of a custom one. It is created with the values of its block."""
 
     def write(self, events: Sequence[Figure]) -> None: ...
 
@@ -33,7 +33,7 @@ class Monitor(Protocol):
 
 
 def by_samples(events: Sequence[Figure]) -> dict[int, dict[str, float]]:
-    """The values of the tags at each number of samples."""
+    """{number of samples: {tag: value}}."""
     steps: dict[int, dict[str, float]] = {}
     for tag, value, samples in events:
         steps.setdefault(samples, {})[tag] = value
@@ -41,7 +41,7 @@ def by_samples(events: Sequence[Figure]) -> dict[int, dict[str, float]]:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that are set."""
+    """The options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -73,7 +73,7 @@ class CsvFiles:
 
 
 class Tensorboard:
-    """Figure files in output_path/job_name."""
+    """Event files in output_path/job_name."""
 
     def __init__(self, output_path: str, job_name: str) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -114,7 +114,7 @@ def trackio(project: str, **options: str | None) -> ServiceRun:
 
 
 class Comet:
-    """An experiment of Comet; a tag is written when `samples_log_interval` samples have passed since its last value."""
+    """An experiment of Comet. A tag is written once `samples_log_interval` samples have passed since its last value."""
 
     def __init__(self, samples_log_interval: int, experiment_name: str | None, project: str | None, **options: Any) -> None:
         self.experiment: Any = importlib.import_module("comet_ml").start(**given(project=project, **options))
@@ -133,7 +133,7 @@ class Comet:
 
 
 class Mlflow:
-    """A run of MLflow: a new one, or the one of `run_id`, which is left open."""
+    """A run of MLflow: a new one, or the existing run `run_id`, which is not ended."""
 
     MOST = 1000  # metrics in a call of its interface
 
@@ -160,7 +160,7 @@ class Mlflow:
 
 
 def _newest(events: Sequence[Figure]) -> dict[str, float]:
-    """The newest value of each tag, and the samples so far: for backends without an axis."""
+    """The newest value of each tag, and the number of samples so far: for backends without an x axis."""
     return {tag: value for tag, value, _ in events} | {"samples": float(max(event.samples for event in events))}
 
 
@@ -186,8 +186,8 @@ class Prometheus:
 
 
 class Otlp:
-    """Sends the newest value of each tag as a gauge to a collector of OpenTelemetry every `interval_s` seconds, and at the end:
-    `Train/Samples/lr` is slipstream.lr. OpenTelemetry writes names in small letters."""
+    """Sends the newest value of each tag as a gauge to an OpenTelemetry collector every `interval_s` seconds, and at the end:
+    `Train/Samples/lr` is slipstream.lr. OpenTelemetry writes names in lower case."""
 
     def __init__(self, endpoint: str | None, headers: Mapping[str, str], interval_s: float, service_name: str) -> None:
         exporter = importlib.import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")

@@ -1,4 +1,4 @@
-"""Marks in time: of the host, or events of a GPU's stream, so that nothing waits until a time is read."""
+"""Marks in time, of the host or as events of a GPU's stream, so that nothing waits until a time is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def mark(device: torch.device) -> Any:
-    """Now, in the order of the device's work."""
+    """A mark for now, in the order of the device's work."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -18,7 +18,7 @@ def mark(device: torch.device) -> Any:
 
 
 def between(start: Any, stop: Any) -> float:
-    """Seconds between two marks. Waits for the device to reach the second."""
+    """Seconds between two marks. Waits until the device reaches the second one."""
     if isinstance(stop, float):
         return stop - float(start)
     stop.synchronize()

@@ -1,10 +1,10 @@
-"""The FLOP of each module of a model, forward and backward, by the formulas of matrix products, convolutions and attention.
+"""The FLOP of each module of a model, forward and backward, by formulas for matrix products, convolutions and attention.
 
-An operation belongs to the innermost module that is running; one of the backward to the module that was running when the node of
-autograd that runs it was made. A product has two FLOP for each multiply-accumulate (MAC); other operations count as nothing.
+A forward operation belongs to the innermost running module. A backward operation belongs to the module that was running when its
+autograd node was created. A product has two FLOP per multiply-accumulate (MAC); other operations count as 0.
 
-[Note: Whose backward] Nodes of autograd have numbers that grow with time (torch's sequence numbers), so the numbers at which
-modules begin and end say whose a node is. Nothing is added to the graph; checkpoints and shared modules are right.
+[Note: Whose backward] Autograd nodes have increasing numbers (torch's sequence numbers), so the numbers at which modules begin and
+end tell which module owns a node. Nothing is added to the graph; checkpoints and shared modules are counted correctly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(slots=True)
 class FlopSum:
-    """FLOP of some calls."""
-
     forward: int = 0
-    backward: int = 0  # with what is computed again
-    recomputed: int = 0  # of the backward: forwards of activation checkpointing
+    backward: int = 0  # including recomputation
+    recomputed: int = 0  # part of `backward`: forwards repeated by activation checkpointing
 
     def add(self, other: FlopSum, times: int = 1) -> None:
         self.forward += times * other.forward
@@ -36,11 +34,11 @@ class FlopSum:
         self.recomputed += times * other.recomputed
 
 
-Counts = dict[str, FlopSum]  # module -> its own work, without that of modules inside
+Counts = dict[str, FlopSum]  # module -> its own work, without that of submodules
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts what runs inside, by module. Operations outside of the model's modules, such as a loss behind it, do not count."""
+    """Counts operations inside, by module. Operations outside the model's modules, such as a loss after it, do not count."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -49,8 +47,8 @@ class FlopCounter(TorchDispatchMode):
         self.formulas = dry_run.formulas()
         self.counts: Counts = {}
         self._running: list[str] = []
-        self._since: list[int] = [-1]  # number of the first node ...
-        self._whose: list[str | None] = [""]  # ... of this module; parallel/overlap.py gives some nodes low numbers
+        self._since: list[int] = [-1]  # the numbers of first nodes ...
+        self._whose: list[str | None] = [""]  # ... of these modules; parallel/overlap.py gives some nodes low numbers
         self._handles: list[Any] = []
         for name, module in modules.items():
             self._handles += [
@@ -63,7 +61,7 @@ class FlopCounter(TorchDispatchMode):
             handle.remove()
 
     def enter(self, name: str) -> None:
-        """A module begins."""
+        """Called when a module begins."""
         self._running.append(name)
         self._mark()
 
@@ -96,9 +94,10 @@ class FlopCounter(TorchDispatchMode):
 
 
 def count(model: nn.Module, args: Any, kwargs: Any, names: Iterable[str], recomputed: Iterable[str] = ()) -> Counts:
-    """The work of one call of the model and, if gradients are enabled, its backward, on fake tensors, which have shapes only.
+    """The work of one call of the model and, if gradients are enabled, of its backward, on fake tensors, which have shapes but no
+    values.
 
-    names: the modules that count; what others compute is their parent's. recomputed: modules whose forward the backward repeats.
+    names: the modules that count; work of others counts for their parent. recomputed: modules whose forward the backward repeats.
     Raises what the model raises if it reads values.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -106,7 +105,7 @@ def count(model: nn.Module, args: Any, kwargs: Any, names: Iterable[str], recomp
     from slipstream.train.planning import dry_run
 
     state, noise = random.getstate(), logging.getLogger("torch._subclasses.fake_tensor")
-    said, noise.disabled = noise.disabled, True  # what the caller handles
+    said, noise.disabled = noise.disabled, True  # the caller reports it
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             ghost = dry_run.without_memory(model)
@@ -134,7 +133,7 @@ def _roots(output: Any) -> list[Tensor]:
 
 
 def _faked(value: Any) -> Any:
-    """A copy of a tree, with objects inside, of tensors without memory."""
+    """A copy of a tree, including attributes of objects, in which tensors have no memory."""
     from slipstream.train.planning import dry_run
 
     memo: dict[int, Any] = {}

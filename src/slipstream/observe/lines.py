@@ -1,4 +1,4 @@
-"""Where lines of the log go if the config asks for them and the script has not configured logging."""
+"""Makes log lines visible if the config asks for them and the script has not configured logging."""
 
 from __future__ import annotations
 

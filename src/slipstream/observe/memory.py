@@ -17,13 +17,13 @@ _MIB = 1 << 20
 
 
 class MemoryReading(NamedTuple):
-    """Bytes. On a CPU, the device's are those of the process."""
+    """In bytes. On a CPU, device memory is that of the process."""
 
     allocated: int
     reserved: int
-    peak: int  # of what was allocated, since the process began or the last reset
+    peak: int  # of allocated memory, since the process started or the last reset
     host: int  # resident
-    host_shared: int  # of that, with other processes, as the ranks of a host share weights
+    host_shared: int  # part of `host` shared with other processes, as the ranks of a host share weights
     host_peak: int
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Figures of each step for trackers, files and scrapers: who writes them, when, and what happens if one fails.
+"""Figures of each step for trackers, files and scrapers: who writes them, when, and what happens if a backend fails.
 
-Rank 0 alone writes, and each backend (backends.py) from a thread of its own: one that is slow or hangs holds no step, and none of
-the others. If it falls behind, the oldest steps are dropped, and their number is said at the end. A backend that fails is left out
-from then on, with a warning.
+Only rank 0 writes. Each backend (backends.py) has its own thread, so a slow or hanging backend delays neither steps nor other
+backends. If it falls behind, the oldest steps are dropped, and their number is logged at the end. A backend that fails is disabled,
+with a warning.
 
 The x axis of every tag is the number of samples so far.
 """
@@ -28,13 +28,13 @@ from slipstream.observe.backends import BACKENDS, DEEPSPEED, Figure, Monitor
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1024  # steps
-EVERY_S = 2.0  # a backend gets the steps since its last ones together: waking it for each costs more than writing
-OPEN_S = 20.0  # for all backends to open before the first step; who takes longer opens beside the steps
-CLOSE_S = 30.0  # for what is left at the end
+EVERY_S = 2.0  # seconds; a backend gets all steps since its last write at once: waking it for each step costs more than writing
+OPEN_S = 20.0  # seconds for all backends to open before the first step; a slower one opens while steps run
+CLOSE_S = 30.0  # seconds to write the rest at the end
 
 
 def check_packages(blocks: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ValueError for a block whose package is not installed, or whose class is not there."""
+    """Raise ValueError for a block whose package is not installed, or whose class does not exist."""
     for name in blocks:
         if name not in BACKENDS:
             _custom(name)
@@ -49,7 +49,7 @@ def check_packages(blocks: Mapping[str, Mapping[str, Any]]) -> None:
 def _has(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
@@ -66,12 +66,12 @@ def _custom(name: str) -> Callable[..., Monitor]:
 
 
 class _Worker:
-    """A backend and its thread, which is a daemon: one that hangs does not hold the process either."""
+    """A backend and its thread. The thread is a daemon, so a hanging backend does not block the exit of the process."""
 
     def __init__(self, name: str, make: Callable[[], Monitor]) -> None:
         self.name, self.make = name, make
         self.dropped = 0
-        self.opened = threading.Event()  # or failed
+        self.opened = threading.Event()  # or failed to open
         self.failed = False
         self.backend: Monitor | None = None
         self._waiting: deque[Sequence[Figure]] = deque()
@@ -96,7 +96,7 @@ class _Worker:
             self._ready.notify()
 
     def _next(self) -> list[Figure]:
-        """All events that wait, not before EVERY_S have passed unless they are many; [] at the end."""
+        """Wait for events and return all of them; at least EVERY_S after the last ones, unless there are many. [] at the end."""
         with self._ready:
             self._ready.wait_for(lambda: self._ends or len(self._waiting) >= MOST_WAITING // 2, timeout=EVERY_S)
             self._ready.wait_for(lambda: self._ends or self._waiting)
@@ -118,7 +118,7 @@ class _Worker:
 
 
 class Monitors:
-    """Gives events to all backends. makers: by name, what opens each; called in the backend's thread."""
+    """Passes events to all backends. makers: name -> function that opens the backend, called in its thread."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Monitor]]) -> None:
         self._workers = [_Worker(name, make) for name, make in makers.items()]
@@ -134,11 +134,11 @@ class Monitors:
 
     @property
     def backends(self) -> list[Monitor]:
-        """Those that are open."""
+        """The backends that are open."""
         return [worker.backend for worker in self._workers if worker.backend is not None]
 
     def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
-        """(tag, value, samples) each. Returns at once; a value on a GPU is waited for."""
+        """Write (tag, value, samples) each. Returns at once, except that it waits for values on a GPU."""
         if self._workers and events:
             batch = [
                 Figure(tag, float(value.item() if isinstance(value, Tensor) else value), samples) for tag, value, samples in events
@@ -147,7 +147,7 @@ class Monitors:
                 worker.put(batch)
 
     def close(self) -> None:
-        """Write what is left, for CLOSE_S at most."""
+        """Write what is pending, for at most CLOSE_S."""
         self._end()
 
 
@@ -164,7 +164,7 @@ def _end(workers: Sequence[_Worker]) -> None:
 
 
 def makers_on_first(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[], Monitor]]:
-    """What opens the blocks that are enabled, on rank 0. Raises ValueError for a missing package."""
+    """Functions that open the enabled blocks' backends, on rank 0. Raises ValueError for a missing package."""
     chosen = {
         name: {key: value for key, value in block.items() if key != "enabled"} for name, block in blocks.items() if block["enabled"]
     }
@@ -173,7 +173,7 @@ def makers_on_first(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Callab
 
 
 def open_monitors(blocks: Mapping[str, Mapping[str, Any]]) -> Monitors:
-    """The backends of the enabled blocks, by name or by the dotted name of a class, made with the values of their blocks."""
+    """Open the backends of the enabled blocks, by name or by the dotted name of a class, with the values of their blocks."""
     return Monitors(_makers(blocks))
 
 

@@ -6,8 +6,8 @@
     profiler.print_model_profile()
     profiler.end_profile()
 
-FLOP and MACs are those of observe/flops.py, counted on fake tensors before a forward runs; a model that reads values is counted
-while it runs. Latencies are those of hooks, which exist between `start_profile` and `stop_profile` only.
+FLOP and MACs come from observe/flops.py: they are counted on fake tensors before a forward runs, or, for a model that reads values,
+while it runs. Latencies come from hooks, which only exist between `start_profile` and `stop_profile`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _text(number: float, of: str = "") -> str:
 
 @dataclass(slots=True)
 class ModuleProfile:
-    """Of one module and all inside it. FlopSum and seconds are those of a micro-batch."""
+    """A module and everything inside it. `FlopSum` and seconds are per micro-batch."""
 
     name: str  # "": the model
     kind: str  # its class
     depth: int
-    params: int  # in whole sizes, also of sharded parameters
+    params: int  # full sizes, also of sharded parameters
     work: FlopSum = field(default_factory=FlopSum)
-    seconds: float = 0.0  # in its forward
+    seconds: float = 0.0  # of its forward
 
     @property
     def macs(self) -> int:
@@ -66,7 +66,7 @@ class ModuleProfile:
 
 
 def _total(what: str, unit: str = "") -> Callable[..., Any]:
-    """A method that returns a figure of the whole model, as a number or as text."""
+    """Create a method that returns a figure of the whole model, as a number or as text."""
 
     def total(self: FlopsProfiler, as_string: bool = False) -> Any:
         model = self.rows()[0]
@@ -77,31 +77,31 @@ def _total(what: str, unit: str = "") -> Callable[..., Any]:
 
 
 class FlopsProfiler:
-    """Profiles the forwards of a model between `start_profile` and `stop_profile`, and their backwards. DeepSpeed's methods.
+    """Profiles the forwards of a model between `start_profile` and `stop_profile`, and their backwards. Has DeepSpeed's methods.
 
-    ds_engine            the engine of the model: the profile is then of the mean micro-batch of a step, and has the step's times
-    recompute_fwd_factor of DeepSpeed's formula for the backward, which is counted here with what it computes again; not used
+    ds_engine             the engine of the model: the profile is then per mean micro-batch of a step, and has the step's times
+    recompute_fwd_factor  part of DeepSpeed's formula for the backward; unused, because the backward and its recomputation are
+    counted
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started = False
         self._handles: list[Any] = []
-        self._known: dict[Any, Counts] = {}  # until `end_profile`, of calls with equal shapes
+        self._known: dict[Any, Counts] = {}  # counts of calls with equal shapes, until `end_profile`
         self._ignored: tuple[type, ...] = ()
         self.reset_profile()
 
     def reset_profile(self) -> None:
-        """Forget what was measured."""
         self.counts: Counts = {}
         self.calls = 0  # of the model
-        self.step_seconds: dict[str, float] = {}  # forward, backward and step, of an engine's step
-        self.counting_s = 0.0  # seconds in which forwards waited to be counted; no part of any latency
+        self.step_seconds: dict[str, float] = {}  # seconds of forward, backward and step, in an engine's step
+        self.counting_s = 0.0  # seconds in which forwards waited to be counted; part of no latency
         self._marks: dict[str, list[tuple[Any, Any]]] = {}
         self._counter: FlopCounter | None = None
 
     def start_profile(self, ignore_list: Iterable[type] | None = None) -> None:
-        """Begin, or begin anew. Modules of the classes in `ignore_list` get no rows: what they compute is their parent's."""
+        """Start, or restart. Modules of the classes in `ignore_list` get no rows: their work counts for their parent."""
         self.stop_profile()
         self.reset_profile()
         self.started = True
@@ -114,7 +114,7 @@ class FlopsProfiler:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:  # a function, which copies of the model do not copy
             self._begin(module, args, kwargs)
 
-        self._handles.append(self.model.register_forward_pre_hook(begin, with_kwargs=True))  # sees what the forward gets
+        self._handles.append(self.model.register_forward_pre_hook(begin, with_kwargs=True))  # sees the forward's arguments
         for name, module in self._modules.items():
             self._time(module, self._marks.setdefault(name, []))
 
@@ -139,7 +139,7 @@ class FlopsProfiler:
         return next((tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())), torch.device("cpu"))
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Count a call before it runs, or else while it does."""
+        """Count a call before it runs, or, failing that, while it runs."""
         if module is not self.model or torch._C._current_graph_task_id() != -1:
             return
         self.calls += 1
@@ -151,10 +151,10 @@ class FlopsProfiler:
             start = time.perf_counter()
             try:
                 counts = flops.count(self.model, args, kwargs, self._modules, self._recomputed)
-            except Exception:  # a model may raise anything without values; if it is wrong, it raises the same when it runs now
+            except Exception:  # without values, a model may raise anything; a real error is raised again when it runs now
                 self._counter = FlopCounter(self._modules)
                 self._counter.__enter__()
-                self._counter.enter("")  # the hooks of this call have been collected before
+                self._counter.enter("")  # this call's hooks were collected before
             self.counting_s += time.perf_counter() - start
             if key is not None and counts is not None:
                 self._known[key] = counts
@@ -162,7 +162,7 @@ class FlopsProfiler:
 
     @property
     def _recomputed(self) -> Sequence[str]:
-        """The blocks that the engine computes again."""
+        """The blocks that the engine recomputes."""
         if self.ds_engine is None or self.ds_engine.plan.activations.way != "recompute":
             return ()
         from slipstream.train.planning import dry_run
@@ -174,7 +174,7 @@ class FlopsProfiler:
             self.counts.setdefault(name, FlopSum()).add(work)
 
     def stop_profile(self) -> None:
-        """Remove all hooks; what was measured stays."""
+        """Remove all hooks; measurements stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -185,19 +185,19 @@ class FlopsProfiler:
             self._counter = None
 
     def end_profile(self) -> None:
-        """Stop, and forget what was measured."""
+        """Stop, and discard the measurements."""
         self.stop_profile()
         self.reset_profile()
         self._known.clear()
         self.started = False
 
-    close = end_profile  # with the engine
+    close = end_profile  # called with the engine's close
 
     # -- what was measured --
 
     @property
     def per(self) -> int:
-        """Micro-batches that the measured times and counts are of."""
+        """The number of micro-batches over which times and counts were measured."""
         batch = None if self.ds_engine is None else self.ds_engine.plan.batch
         return batch.accumulation if batch is not None and batch.managed and self.calls > 1 else 1
 
@@ -219,14 +219,14 @@ class FlopsProfiler:
             row.work = FlopSum(*(value // self.per for value in asdict(row.work).values()))
         for name, row in reversed(rows.items()):
             container = rows[_path(name)[-2]] if name else row
-            if not self._marks.get(container.name):  # a list of modules, which is not called itself
+            if not self._marks.get(container.name):  # a module list, which is not called itself
                 container.seconds += row.seconds
         return list(rows.values())
 
     get_total_flops = _total("forward")  # of the forward
-    get_total_backward_flops = _total("backward")  # with what it computes again; 0 without gradients
+    get_total_backward_flops = _total("backward")  # including recomputation; 0 without gradients
     get_total_macs = _total("macs", "MACs")  # of the forward
-    get_total_params = _total("params")  # of this rank's model, in whole sizes
+    get_total_params = _total("params")  # of this rank's model, in full sizes
     get_total_duration = _total("seconds", "s")  # of the forward
 
     def as_dict(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class FlopsProfiler:
         return top.row() | head | {"modules": [row.row() for row in rows]}
 
     def _times(self, forward: float) -> dict[str, float]:
-        """Seconds of a micro-batch's forward and backward and, of an engine, a step."""
+        """Seconds of a micro-batch's forward and backward and, with an engine, of a step."""
         times = {"forward": forward} | self.step_seconds
         if "forward" in self.step_seconds:
             times["forward"] = max(times["forward"] - self.counting_s, 0.0) / self.per
@@ -249,7 +249,7 @@ class FlopsProfiler:
         return {name: times[name] for name in ("forward", "backward", "step") if name in times}
 
     def _micro_batch(self, times: Mapping[str, float]) -> float:
-        """Seconds of a micro-batch with its part of the step."""
+        """Seconds of a micro-batch, including its share of the step."""
         return sum(times.values()) - times.get("step", 0.0) * (1 - 1 / self.per)
 
     # -- as text --
@@ -346,7 +346,7 @@ class FlopsProfiler:
         return lines
 
     def _tree(self, rows: Sequence[ModuleProfile]) -> str:
-        """`repr` of the model with figures in each module."""
+        """`repr` of the model with the figures of each module."""
         top, names = rows[0], {id(module): name for name, module in self.model.named_modules()}
         by_name = {row.name: row for row in rows}
 
@@ -386,7 +386,7 @@ def _path(name: str) -> list[str]:
 
 
 def _signature(value: Any) -> Any:
-    """What the work of a call depends on, if that is all shapes and plain values; else None: the call is counted by itself."""
+    """What the work of a call depends on, if that is only shapes and plain values; else None: the call is counted separately."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, Mapping):
@@ -398,10 +398,10 @@ def _signature(value: Any) -> Any:
 
 
 def flame(rows: Sequence[ModuleProfile], width: int = 1200) -> str:
-    """SVG of the tree: as wide as a module's FLOP, forward and backward; deeper modules are lower."""
+    """SVG of the tree. Width is a module's FLOP, forward and backward; submodules are lower."""
     height, out = 20, []
     total = max(rows[0].work.forward + rows[0].work.backward, 1)
-    starts: dict[str, float] = {"": 0.0}  # of the next module inside
+    starts: dict[str, float] = {"": 0.0}  # of the next submodule
     for row in rows:
         share = (row.work.forward + row.work.backward) / total
         outer = _path(row.name)[-2] if row.name else None
@@ -441,8 +441,9 @@ def get_model_profile(
 ) -> tuple[Any, Any, Any]:
     """(FLOP, MACs, parameters) of a forward, or of `model.generate` with mode "generate"; as text: ("2.16 G", "1.08 GMACs", "5 M").
 
-    input_shape: of a tensor of ones, the only argument, in place of args and kwargs. warm_up: calls before. Gradients are disabled.
-    Other arguments: as in `print_model_profile` and `start_profile`. Raises ValueError without arguments or for another mode.
+    input_shape: of a tensor of ones, which replaces args and kwargs. warm_up: calls before the measured one. Gradients are
+    disabled. Other arguments: as in `print_model_profile` and `start_profile`. Raises ValueError without arguments or for another
+    mode.
     """
     if mode not in ("forward", "generate"):
         raise ValueError(f"get_model_profile(mode={mode!r}): use 'forward' or 'generate'")
@@ -481,9 +482,9 @@ A module's own operations, and losses outside of modules, are the difference to 
 
 
 def profile_step(engine: Any) -> None:
-    """Profile the step of an engine that its plan names, on rank 0, and write the profile after it.
+    """Profile the step that the engine's plan names, on rank 0, and write the profile afterwards.
 
-    The step before counts FLOP: after a count, caches are cold, and a forward of 18 ms takes 25.
+    FLOP are counted in the step before: after a count, caches are cold, and a forward of 18 ms takes 25 ms.
     """
     plan, states = engine.plan.profile, engine.states
     if not engine.mesh.is_first:
@@ -501,7 +502,7 @@ def profile_step(engine: Any) -> None:
             engine.progress.flops = (top.forward + top.backward) * profiler.per
             try:
                 profiler.print_model_profile(plan.step, plan.module_depth, plan.top_modules, plan.detailed, plan.output_file)
-            except OSError as error:  # on rank 0 only: the other ranks would wait for it
+            except OSError as error:  # raised on rank 0 only: the other ranks would wait for it
                 logger.warning("the profile of step %d is not written: %s", plan.step, error)
             profiler.end_profile()
 

@@ -1,7 +1,7 @@
 """`slipstream report`: the environment, and the backends and kernels that Slipstream uses in it, for bug reports.
 
 `collect` returns sections of rows; `as_text`, `as_json` and `_show_table` render them. A row says what is present, or why it is
-missing. Collecting starts no process group and allocates nothing on a device; it compiles the kernels if they are not built yet.
+missing. Collecting starts no process group and allocates nothing on a device. It compiles the kernels if they are not built yet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReportRow(NamedTuple):
     note: str = ""
 
 
-Sections = Mapping[str, Sequence[ReportRow]]  # by their titles
+Sections = Mapping[str, Sequence[ReportRow]]  # title -> rows
 
 
 def _size(nbytes: int | None) -> str:
@@ -105,7 +105,7 @@ def _yes(present: bool) -> str:
 
 
 def _shared_memory() -> ReportRow:
-    """Whether ranks of this host can open each other's memory, tried with a child process as the peer."""
+    """Whether ranks of this host can open each other's memory; a child process serves as the peer."""
     name = "shared memory"
     descriptor = os.memfd_create("slipstream-report")
     try:

@@ -1,9 +1,9 @@
-"""A run as one HTML page that needs nothing else: curves, the newest figures, and texts such as the settings.
+"""A run as one self-contained HTML page: curves, the newest figures, and texts such as the settings.
 
-series   by tag, its points (samples so far, value) in order. Tags whose last part is a number (`expert_load/layers.0/3`) are rows
-         of one map; the others are curves, several in a chart where `_CHARTS` says so.
+series   tag -> points (samples so far, value), in order. Tags whose last part is a number (`expert_load/layers.0/3`) are rows
+         of one map; the others are curves, several per chart where `_CHARTS` says so.
 
-The page also holds the points as JSON, so that a run that goes on from a checkpoint goes on in the same curves.
+The page also holds the points as JSON, so that a run that continues from a checkpoint continues the same curves.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from typing import NamedTuple
 Point = tuple[int, float]
 Series = dict[str, list[Point]]
 
-MOST_POINTS = 4000  # of a tag; then neighbors are averaged
-EVERY_S = 60.0  # the page is written again while the run goes on
+MOST_POINTS = 4000  # per tag; beyond it, neighbors are averaged
+EVERY_S = 60.0  # seconds between writes of the page while the run continues
 _PREFIX = "Train/Samples/"
 
 
 class _Chart(NamedTuple):
     title: str
-    tags: str  # a pattern of the last part of the tag
+    tags: str  # a pattern for the last part of the tag
     unit: str = ""
-    is_rough: bool = True  # drawn with a smooth curve, and over a logarithmic axis if the values are far apart
+    is_rough: bool = True  # drawn with a smoothed curve, and on a logarithmic axis if the values are far apart
     in_tiles: bool = True
 
 
@@ -53,11 +53,11 @@ _COLORS = ("#2f6fdb", "#e2711d", "#2a9d5c", "#b5408f", "#7a5cc2", "#8a7a1f")
 
 @dataclass(slots=True)
 class Curve:
-    """A bounded number of points, each the mean of as many values."""
+    """A bounded number of points, each the mean of `stride` values."""
 
     points: list[Point]
-    stride: int = 1  # values of a point
-    held: list[Point] = field(default_factory=list)  # of the next point
+    stride: int = 1  # values per point
+    held: list[Point] = field(default_factory=list)  # values of the next point
 
     def add(self, samples: int, value: float) -> None:
         self.held.append((samples, value))
@@ -110,7 +110,7 @@ class Report:
 
 
 def read_series(path: Path) -> Series:
-    """The points of a page; none if there is no such page."""
+    """The points of a page; empty if the page does not exist."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     found = re.search(r'<script type="application/json" id="series">(.*?)</script>', text, re.DOTALL)
     read = json.loads(found[1].replace(r"<\/", "</")) if found else {}
@@ -118,7 +118,6 @@ def read_series(path: Path) -> Series:
 
 
 def page(title: str, series: Series, sections: Mapping[str, str]) -> str:
-    """The page's text."""
     curves = {tag: points for tag, points in series.items() if points and not tag.rpartition("/")[2].isdigit()}
     charts = _charts(curves)
     parts = [_chart(chart, {tag: curves[tag] for tag in tags}) for chart, tags in charts]
@@ -158,7 +157,7 @@ def _charts(curves: Series) -> list[tuple[_Chart, list[str]]]:
 
 
 def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """An exponential mean without the bias of its start."""
+    """An exponential moving average, corrected for the bias of its start."""
     means, total, norm = [], 0.0, 0.0
     for value in values:
         total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
@@ -201,7 +200,7 @@ def _ticks(low: float, high: float, is_log: bool) -> list[float]:
 
 
 def _chart(chart: _Chart, curves: Series) -> str:
-    """Curves in coordinates from 0 to 1000, stretched by the page to its width; labels are text beside them."""
+    """Curves in coordinates from 0 to 1000, which the page stretches to its width; labels are text beside them."""
     xs = [x for points in curves.values() for x, _ in points]
     ys = [y for points in curves.values() for _, y in points]
     is_log = chart.is_rough and min(ys) > 0 and max(ys) > 100 * min(ys)
@@ -228,7 +227,7 @@ def _chart(chart: _Chart, curves: Series) -> str:
     for (tag, points), color in zip(curves.items(), _COLORS * (1 + len(curves) // len(_COLORS)), strict=False):
         values = [value for _, value in points]
         drawn = [("", values)]
-        if chart.is_rough and len(points) > 40:  # the mean of both directions lags behind neither
+        if chart.is_rough and len(points) > 40:  # the mean of both directions does not lag
             both = zip(smoothed(values), reversed(smoothed(values[::-1])), strict=True)
             drawn = [("raw", values), ("", [(ahead + back) / 2 for ahead, back in both])]
         for kind, heights in drawn:
@@ -250,12 +249,12 @@ def _chart(chart: _Chart, curves: Series) -> str:
 
 
 def _by_number(tag: str) -> list[tuple[int, str]]:
-    """Sorts layers.10 behind layers.2."""
+    """Sorts layers.10 after layers.2."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", tag)]
 
 
 def _map(name: str, rows: Series) -> str:
-    """Values from 0 to 2 over their mean of 1, as colors: a picture with a row for each tag."""
+    """Values from 0 to 2 times their mean of 1, as colors: a picture with a row per tag."""
     numbered = sorted(rows, key=_by_number)
     width = max(len(rows[tag]) for tag in numbered)
     lines = [[value for _, value in rows[tag]] for tag in numbered]

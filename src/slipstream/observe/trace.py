@@ -1,10 +1,10 @@
 """Traces of some steps by torch.profiler, in which phases, units and waits for other ranks have names.
 
-A trace is a file for each rank, `FOLDER/rank-0.json`, for https://ui.perfetto.dev or chrome://tracing; on a GPU beside it
+A trace is a file per rank, `FOLDER/rank-0.json`, for https://ui.perfetto.dev or chrome://tracing. On a GPU there is also
 `rank-0.pickle`, the history of its memory, for https://pytorch.org/memory_viz.
 
-[Note: Names in the backward] The gradient of a unit's output begins its range, and the gradient of its input, or the next unit's
-beginning, ends it.
+[Note: Names in the backward] A unit's range in the backward starts at the gradient of its output. It ends at the gradient of its
+input, or when the next unit starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trace:
-    """Of one engine's steps on this rank."""
+    """The trace of one engine's steps on this rank."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.plan = engine, engine.plan.trace
@@ -33,7 +33,7 @@ class Trace:
         self._backward: Any = None  # the range of a unit's backward
 
     def follow(self) -> None:
-        """Start or stop, after a step and before the first."""
+        """Start or stop the trace; called before the first step and after each."""
         first, end = self.plan.steps
         step = self.engine.global_steps
         if self._profile is None and first <= step < end:
@@ -96,7 +96,7 @@ class Trace:
             self._backward = None
 
     def close(self) -> None:
-        """Write what was traced."""
+        """Write the trace."""
         if self._profile is None:
             return
         self._end_backward()

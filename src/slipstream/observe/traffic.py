@@ -1,7 +1,7 @@
-"""The communication log: each operation between ranks, its bytes and its time, and how long this rank stood still for others.
+"""The communication log: each operation between ranks, its bytes and its time, and how long this rank waited for others.
 
-An operation's time is from its launch until this rank has its result: it includes the computation that it overlaps with. A wait is
-the part of it in which the rank does nothing else. Shared memory sends nothing: it has waits only.
+An operation's time is from its launch until this rank has its result, including the computation that overlaps with it. A wait is
+the part in which the rank does nothing else. Shared memory sends nothing and has only waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slipstream.world.watch import Ledger, Watch
 
 logger = logging.getLogger(__name__)
 
-# Our operation -> DeepSpeed's name of it; others keep theirs
+# operation here -> DeepSpeed's name; others keep their name
 _NAMES = {
     "all-gather": "all_gather_into_tensor",
     "reduce-scatter": "reduce_scatter_tensor",
@@ -33,7 +33,7 @@ _NAMES = {
     "all-to-all": "all_to_all_single",
     "exchange": "all_reduce",
 }
-KEPT = 10_000  # operations of one kind and size whose times are kept
+KEPT = 10_000  # the number of times kept per operation and size
 _TITLES = ("Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)")
 _STRAGGLER_TITLES = ("Message Size", "Count", "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)", "Avg straggler(ms)")
 
@@ -41,8 +41,8 @@ _STRAGGLER_TITLES = ("Message Size", "Count", "Total comm lat(ms)", "Total strag
 class CommLog:
     """The record of one engine's transports on this rank.
 
-    sent       bytes that have left this rank, by DeepSpeed's name of the operation
-    waited_ms  by the operation, and over shared memory by the rank that was waited for
+    sent       DeepSpeed's name of the operation -> bytes sent by this rank
+    waited_ms  operation, or over shared memory the rank waited for -> ms
     """
 
     def __init__(self, plan: TrafficPlan, watch: Watch, world: Axis, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class CommLog:
                 self.waited_ms[self._name(name) + by + rank] += 1e3 * (time.perf_counter() - start)
 
     def raw(self) -> dict[str, dict[int, list[Any]]]:
-        """{operation: {bytes: [count, [ms], [algbw], [busbw]]}}, the last two in Gbps; lists: of the last KEPT ones."""
+        """{operation: {bytes: [count, [ms], [algbw], [busbw]]}}, the last two in Gbps; lists hold the last KEPT operations."""
         found: dict[str, dict[int, list[Any]]] = {}
         for name, sizes in self._marks.items():
             for (nbytes, ranks), marks in sorted(sizes.items()):
@@ -106,7 +106,7 @@ class CommLog:
         return found
 
     def reset(self) -> None:
-        """Forget what was recorded."""
+        """Discard the record."""
         self.sent.clear()
         self.waited_ms.clear()
         self._marks.clear()
@@ -115,8 +115,8 @@ class CommLog:
     def summary(self, show_straggler: bool = False) -> dict[str, Any]:
         """What `deepspeed.comm.log_summary(return_dict=True)` returns, with `sent_bytes` and `waited_ms` of this rank.
 
-        show_straggler: collective over the ranks of the engine. An operation takes as long as on the rank that came to it last;
-        what it takes longer on this rank is the straggler's part.
+        show_straggler: collective over the engine's ranks. An operation is taken to last as long as on the rank that joined it
+        last; the additional time on this rank is caused by the straggler.
         """
         raw = self.raw()
         columns = ("count", "total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
@@ -179,7 +179,7 @@ def _lines(head: str, titles: tuple[str, ...], table: Mapping[str, Mapping[int, 
 
 
 def bandwidth(name: str, nbytes: int, ms: float, ranks: int) -> tuple[float, float]:
-    """(algorithm's, bus) bandwidth in Gbps of an operation on a buffer of so many bytes, by the conventions of nccl-tests."""
+    """(algorithm, bus) bandwidth in Gbps of an operation on a buffer of `nbytes` bytes, by the conventions of nccl-tests."""
     gbps, share = 8e-6 * nbytes / max(ms, 1e-6), (ranks - 1) / ranks
     if name == "all_reduce":
         return 2 * gbps, 2 * share * gbps
@@ -203,6 +203,6 @@ def trimmed(values: list[float]) -> float:
 
 
 def record(engine: Any) -> None:
-    """Record the traffic of an engine, as its plan says."""
+    """Record an engine's traffic, as its plan says."""
     states = engine.states
     states.resources["traffic"] = CommLog(engine.plan.traffic, engine.watch, engine.mesh.world, engine.device)
