@@ -56,7 +56,7 @@ class DeepSpeedAccelerator:
         return self.get_op_builder(class_name)()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle ask an instance for its own, before it has a name
+        if name.startswith("__"):  # copy and pickle look up dunder methods on an instance that has no name yet
             raise AttributeError(name)
         own, cuda = _ON_CUDA if self.on_cuda else _ON_CPU, _CUDA_NAMES.get(name, name)
         for table in (_EVERYWHERE, own):
@@ -81,7 +81,7 @@ def _memory_stats(device_index: Any = None) -> dict[str, int]:
 
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_EVERYWHERE: Mapping[str, Any] = {  # what does not depend on the device
+_EVERYWHERE: Mapping[str, Any] = {  # independent of the device
     "is_available": lambda: True,
     "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed,

@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: activation checkpointing by explicit calls. docs/ACTIVATIONS.md describes the config's settings."""
+"""`deepspeed.checkpointing`: explicit calls for activation checkpointing. docs/ACTIVATIONS.md describes the config's settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _mpu: Any = None
 
 non_reentrant_checkpoint = checkpoint
 CudaRNGStatesTracker = RandomStates
-_CUDA_RNG_STATE_TRACKER, _MODEL_PARALLEL_RNG_TRACKER_NAME = tracked, MODEL_PARALLEL  # as GPT-NeoX reads them
+_CUDA_RNG_STATE_TRACKER, _MODEL_PARALLEL_RNG_TRACKER_NAME = tracked, MODEL_PARALLEL  # GPT-NeoX reads these names
 
 
 def configure(
@@ -34,7 +34,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Record the mpu, and that it was called, for `is_configured`. Raises ValueError for settings that `checkpoint` does not have.
+    """Record the mpu, and the call itself for `is_configured`. Raises ValueError for settings that `checkpoint` lacks.
 
     The engine reads the config's activation_checkpointing block itself.
     """
@@ -78,14 +78,14 @@ def _set_cuda_rng_state(new_state: Tensor, device: Any = -1) -> None:
 
 
 def get_cuda_rng_tracker() -> RandomStates:
-    """The random states that `fork()` draws from; also those of the CPU, if the rank has no GPU."""
+    """The random states that `fork()` draws from, including the CPU's if the rank has no GPU."""
     return tracked
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed torch's own state with `seed`, and that of the ranks of sliced layers with another seed on each.
+    """Seed torch's own state with `seed`, and the state for sliced layers with a different seed on each rank.
 
-    The rank is that of the mpu that `configure` was called with; 0 without one.
+    The rank is taken from the mpu that was passed to `configure`; 0 without one.
     """
     tracked.reset()
     torch.manual_seed(seed)
@@ -93,10 +93,10 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the state of the ranks of sliced layers anew."""
+    """Seed the state for sliced layers again."""
     with tracked.fork():
         seed_device(_sliced_seed(seed))
 
 
 def _sliced_seed(seed: int) -> int:
-    return seed + 2718 + (0 if _mpu is None else tensor_rank(_mpu))  # Megatron's number, for the same draws
+    return seed + 2718 + (0 if _mpu is None else tensor_rank(_mpu))  # Megatron's offset, for identical draws

@@ -31,7 +31,7 @@ def init_distributed(
     world_size: int = -1,
 ) -> None:
     """Call `slipstream.init_distributed`; `dist_backend=None` selects gloo on the CPU."""
-    _init_distributed(**locals())  # of the same names, in another order
+    _init_distributed(**locals())  # same names, in another order
     _tell_accelerate()
 
 
@@ -41,9 +41,9 @@ def is_initialized() -> bool:
 
 
 def _tell_accelerate() -> None:
-    """[Note: accelerate on CPUs] Without a GPU, accelerate sets no backend and each rank runs as if it were the only one, also with
-    its DeepSpeed plugin, unless the script names gloo; no setting outside of the script helps. PartialState calls this module while
-    it is being constructed, so the backend is set here. tests/clients/test_accelerate.py tests the attributes that this uses."""
+    """[Note: accelerate on CPUs] Without a GPU, accelerate sets no backend, and each rank runs as if it were the only one, even
+    with its DeepSpeed plugin, unless the script names gloo; no setting outside the script helps. PartialState calls this module
+    while it is being constructed, so the backend is set here. tests/clients/test_accelerate.py tests the attributes used here."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared: dict[str, Any] = getattr(state, "_shared_state", {})
     if dist.is_initialized() and "backend" in shared and shared["backend"] is None and "num_processes" not in shared:
@@ -93,21 +93,21 @@ def has_all_gather_into_tensor() -> bool:
 has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
-configured: dict[str, Any] = {}  # the block comms_logger of engines whose config has none
+configured: dict[str, Any] = {}  # the comms_logger block for engines whose config has none
 
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **options: Any) -> None:
-    """Set the communication log of engines that are initialized from now on. options: prof_all, prof_ops, verbose, debug."""
+    """Configure the communication log of engines that are initialized from now on. options: prof_all, prof_ops, verbose, debug."""
     block = deepspeed_config.get("comms_logger", {}) if isinstance(deepspeed_config, dict) else {}
     configured.clear()
     configured.update(block | {name: value for name, value in {"enabled": enabled, **options}.items() if value is not None})
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Write what the engines of this process have sent since they began, on rank 0. Collective with `show_straggler`.
+    """Write what the engines of this process have sent so far, on rank 0. Collective with `show_straggler`.
 
-    Returns the figures with `return_dict`, of one engine. Operations that a script calls itself are not among them; without a log
-    of an engine, a warning says how to get one.
+    Returns the figures of one engine with `return_dict`. Operations that a script calls itself are not included. If no engine has a
+    log, a warning says how to get one.
     """
     from slipstream.compat.zero import traffic_of_engines
 

@@ -22,7 +22,7 @@ _NO_EFFECT_ON_DISKS = "read write no_read no_write single_submit overlap_events 
 
 
 def ds_bench() -> int:
-    """`ds_bench [--all-reduce] [--maxsize 24]`, as `slipstream bench-comm`, whose options it takes, too."""
+    """`ds_bench [--all-reduce] [--maxsize 24]`: runs `slipstream bench-comm`, and also takes its options."""
     from slipstream.launch import cli
 
     parser = argparse.ArgumentParser(prog="ds_bench", description=ds_bench.__doc__, allow_abbrev=False)
@@ -38,8 +38,8 @@ def ds_bench() -> int:
 
 
 def ds_io() -> int:
-    """`ds_io --folder DIR` and `ds_nvme_tune --nvme_dir DIR`, as `slipstream bench-disk DIR`: it reads and writes at the same time,
-    as training with offloaded states does."""
+    """`ds_io --folder DIR` and `ds_nvme_tune --nvme_dir DIR`: run `slipstream bench-disk DIR`, which reads and writes at the same
+    time, like training with offloaded states."""
     from slipstream.launch import cli
 
     parser = argparse.ArgumentParser(prog=Path(sys.argv[0]).name, description=ds_io.__doc__)
@@ -56,7 +56,7 @@ def ds_io() -> int:
 
 
 def ds_ssh() -> int:
-    """`ds_ssh [-f HOSTFILE] COMMAND...`: run a shell command on every host at once; lines of output begin with the host's name."""
+    """`ds_ssh [-f HOSTFILE] COMMAND...`: run a shell command on every host at once; output lines begin with the host's name."""
     from slipstream.launch.hosts import parse_hostfile
 
     parser = argparse.ArgumentParser(prog="ds_ssh", description=ds_ssh.__doc__)
@@ -77,7 +77,7 @@ def ds_ssh() -> int:
 
 
 async def _on_all(hosts: Sequence[str], line: str) -> int:
-    """The largest exit code. A signal ends the command on all hosts: each has a terminal (-tt), which hangs up."""
+    """Returns the largest exit code. A signal ends the command on all hosts: each has a terminal (-tt), which hangs up."""
     task, signals = cast("asyncio.Task[Any]", asyncio.current_task()), list[int]()
 
     def stop(number: int) -> None:
@@ -110,6 +110,6 @@ async def _on_host(host: str, line: str) -> int:
         return await process.wait()
     finally:
         if process.returncode is None:
-            with suppress(ProcessLookupError):  # it has ended, and its exit code is on its way
+            with suppress(ProcessLookupError):  # it has ended, and its exit code will follow
                 os.killpg(process.pid, signal.SIGTERM)
             await process.wait()

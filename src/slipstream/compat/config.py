@@ -157,7 +157,7 @@ class _Monitors(DeepSpeedConfigModel):
 
 
 class ZeroStageEnum(int, Enum):
-    __module__ = "deepspeed.runtime.zero.config"  # by which pickles name it
+    __module__ = "deepspeed.runtime.zero.config"  # pickles name the class by this module
     disabled = 0
     optimizer_states = 1
     gradients = 2
@@ -205,7 +205,7 @@ DeepSpeedMonitorConfig = _mirror(
 
 
 def _section(name: str, block: type[Block], key: str) -> Any:
-    """A class of a block that is constructed from the full config."""
+    """A class for a block that is constructed from the full config."""
 
     def construct(self: Any, param_dict: Mapping[str, Any]) -> None:
         vars(self).update(block.model_validate(param_dict.get(key) or {}).model_dump())
@@ -268,7 +268,7 @@ class _Read:
         return value
 
     def block(self, key: str) -> dict[str, Any]:
-        """The block as the user wrote it."""
+        """The block as in the user's config."""
         block = self.raw.get(key)
         return dict(block) if isinstance(block, Mapping) else {}
 
@@ -387,9 +387,9 @@ def _ranks(read: _Read, mpu: Any, mesh_device: Any) -> tuple[int, int]:
     return rank, count // read.value("sequence_parallel_size")
 
 
-@functools.cache  # one function under all paths of the module
+@functools.cache  # one function object for all aliases of the module
 def __getattr__(name: str) -> Any:
-    """get_x(param_dict), for x of the attributes."""
+    """get_x(param_dict), for each attribute x."""
     if name.startswith("get_") and (read := _ATTRIBUTES.get(name.removeprefix("get_"))):
         return lambda param_dict: read(_Read(param_dict))
     raise AttributeError(f"module {__name__!r} has no {name!r}")

@@ -3,7 +3,7 @@
 A constant names a key of the JSON; NAME_DEFAULT is the key's default. A constant exists even if its feature is not built:
 docs/DEEPSPEED_KEYS.md lists what Slipstream does with each key.
 
-[Note: Notation] Each line of the texts below is a prefix (`-` for none) and its entries: `key` defines PREFIX + KEY = "key";
+[Note: Notation] Each line of the texts below is a prefix (`-` for none) and its entries. `key` defines PREFIX + KEY = "key";
 `NAME:key` sets the constant's name; `=value`, JSON without spaces, also defines NAME_DEFAULT.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def _read(text: str) -> dict[str, Any]:
-    """Parse the constants of a text. See [Note: Notation]."""
+    """Parse a text of constants ([Note: Notation])."""
     values: dict[str, Any] = {}
     for line in text.strip().splitlines():
         prefix, *entries = line.split()

@@ -10,10 +10,11 @@ from slipstream.data.sampler import CurriculumOrder, CurriculumPlace
 
 
 class DeepSpeedDataSampler:
-    """Yields the sample numbers of one rank's micro-batches, of `num_epochs` times the dataset (a DataLoader's `batch_sampler`).
+    """Yields the sample numbers of one rank's micro-batches, over `num_epochs` passes of the dataset (a DataLoader's
+    `batch_sampler`).
 
-    The order is that of the engine's own loader: of the seed, without files and messages between ranks (slipstream.data). Without a
-    curriculum all samples are drawn, once in a sweep. Raises ValueError for bad metrics or sizes.
+    The order is that of the engine's own loader: determined by the seed, without files or messages between ranks (slipstream.data).
+    Without a curriculum every sample is drawn once per pass. Raises ValueError for invalid metrics or sizes.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class DeepSpeedDataSampler:
         return start, start + self.micro_batch_size
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], Any]]) -> None:
-        """Give metrics of schedule_type "custom" their function of the step, by name. Raises ValueError for another metric."""
+        """Set the function of the step for metrics of schedule_type "custom", by name. Raises ValueError for other metrics."""
         self.order.set_schedules(schedule_func_dict)
 
     @property
@@ -74,7 +75,7 @@ class DeepSpeedDataSampler:
 
     @property
     def curriculum_step(self) -> int:
-        """The step, counted from 1, that draws next."""
+        """The step, counted from 1, of the next draw."""
         return self.order.step(self._place.consumed)
 
     @property
@@ -82,9 +83,9 @@ class DeepSpeedDataSampler:
         return self.order.difficulties(self.curriculum_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place, the same on all ranks and for any number of them."""
+        """The position in the order: equal on all ranks, and valid for any number of ranks."""
         return self.order.state_of(self._place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Move to a saved place. Raises OtherDataError, a ValueError, for the place of another dataset."""
+        """Continue from a saved position. Raises OtherDataError, a ValueError, for the position of another dataset."""
         self._place = self.order.place_of(state_dict)

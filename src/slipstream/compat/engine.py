@@ -50,7 +50,7 @@ from slipstream.zero.leaves import rows_of
 T = TypeVar("T")
 DeepSpeedConfigError = ValueError  # Slipstream raises ValueError for every user error
 
-# DeepSpeed's names of the states for `offload_states` -> those of `Engine.sleep`
+# DeepSpeed's names of states for `offload_states` -> those of `Engine.sleep`
 _STATES = {
     "optim_states": "optimizer",
     "hp_params": "optimizer",
@@ -67,7 +67,7 @@ def _of(read: Callable[[Plan], T]) -> Callable[[Any], T]:
 
 
 def _resource(name: str) -> Any:
-    """A property: what the states hold under a name, or None."""
+    """A property: the states' resource of this name, or None."""
     return property(lambda self: self.states.resources.get(name))
 
 
@@ -75,7 +75,7 @@ class DeepSpeedEngine(Engine):
     """Created by `initialize` below from a Slipstream engine. Attributes that it does not have are read from the model."""
 
     config: Any  # the user's config as a dict
-    client_optimizer: Any  # what the caller gave
+    client_optimizer: Any  # the caller's
     client_lr_scheduler: Any
     client_mpu: Any
     basic_optimizer: Any  # torch's
@@ -152,7 +152,7 @@ class DeepSpeedEngine(Engine):
             self.coalesces = False
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the number of micro-batches from the next accumulation window on."""
+        """Set the number of micro-batches, from the next accumulation window on."""
         batch = self.plan.batch
         per_pass = batch.per_pass
         if train_batch_size < per_pass or train_batch_size % per_pass:
@@ -203,7 +203,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """The dtype in which gradients travel. The config decides: one that is set later only warns."""
+        """The dtype in which gradients are communicated. The config decides; setting the attribute only logs a warning."""
         return self.plan.precision.comm_dtype or self.plan.precision.param_dtype
 
     @communication_data_type.setter
@@ -213,7 +213,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def gradient_average(self) -> bool:
-        """Whether gradients are averaged over ranks, not summed. What is set counts from the next accumulation window on."""
+        """Whether gradients are averaged over ranks instead of summed. Setting it takes effect at the next accumulation window."""
         return self.plan.zero.reduce_op == "mean"
 
     @gradient_average.setter
@@ -230,16 +230,16 @@ class DeepSpeedEngine(Engine):
         own = self.client_optimizer
         return self._config.optimizer_name if own is None else type(own).__name__
 
-    # None without the block in the config; the profiler and the monitors are rank 0's
+    # None without the block in the config; the profiler and the monitors only exist on rank 0
     curriculum_scheduler_legacy = _resource("curriculum")  # its `set_custom_get_difficulty` sets a custom schedule
     flops_profiler = _resource("flops profiler")
     progressive_layer_drop = _resource("layer drop")
-    timers = property(attrgetter("lines.timers"))  # of `wall_clock_breakdown`; without it there are none
+    timers = property(attrgetter("lines.timers"))  # None unless `wall_clock_breakdown` is set
     tput_timer = property(attrgetter("lines.speed"))
 
     @property
     def random_ltd_scheduler(self) -> RandomLTDScheduler:
-        """The number of tokens that layers compute. Raises ValueError if random-LTD is off."""
+        """The schedule of the number of tokens that layers compute. Raises ValueError if random-LTD is off."""
         return token_drop_of(self).scheduler
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
@@ -247,7 +247,7 @@ class DeepSpeedEngine(Engine):
         self._curriculum("set_data_post_process_func").post_process = post_process_func
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], Any]]) -> None:
-        """Set the functions of the step of metrics with schedule_type "custom", by name."""
+        """Set the functions of the step for metrics with schedule_type "custom", by name."""
         self._curriculum("set_custom_curriculum_learning_schedule").set_schedules(schedule_func_dict)
 
     def _curriculum(self, method: str) -> CurriculumLoader:
@@ -259,14 +259,14 @@ class DeepSpeedEngine(Engine):
         return self.training_dataloader
 
     def get_wall_clock_timers(self) -> dict[str, Timer]:
-        """The timers by name: fwd, bwd, bwd_inner, bwd_allreduce and step, and with _microstep; each line resets its own."""
+        """The timers by name: fwd, bwd, bwd_inner, bwd_allreduce and step, also with _microstep. Each log line resets its own."""
         return self.lines.timers.get_timers()
 
     @property
     def monitor(self) -> MonitorMaster:
-        """Takes `write_events([(tag, value, samples)])` of the script; without an enabled block it writes nothing."""
+        """Takes the script's `write_events([(tag, value, samples)])`; without an enabled block it writes nothing."""
         monitors = self.states.resources.get("monitors") or Monitors({})
-        monitors.__class__ = MonitorMaster  # which adds only attributes
+        monitors.__class__ = MonitorMaster  # adds only attributes
         assert isinstance(monitors, MonitorMaster)
         return monitors
 
@@ -295,7 +295,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """The names of the weights whose gradients travel as rows."""
+        """The names of weights whose gradients are communicated as rows."""
         return set(rows_of(self.module)) if self.plan.zero.sends_rows else set()
 
     def all_gather_scalar(self, value: Tensor, dp_group: Any) -> list[Tensor]:
@@ -385,7 +385,7 @@ class DeepSpeedEngine(Engine):
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, fetch_z3_params: bool = False
     ) -> Any:
-        """Load a complete state. Collective; sharded weights are filled at every stage, whatever `fetch_z3_params` says."""
+        """Load a complete state. Collective. Sharded weights are filled at every stage, regardless of `fetch_z3_params`."""
         if custom_load_fn is not None:
             raise ValueError("load_module_state_dict(custom_load_fn=): use engine.load_state_dict with the tensors to load")
         return self.load_state_dict(checkpoint.get("module", checkpoint), strict=strict)
@@ -424,7 +424,7 @@ class DeepSpeedEngine(Engine):
         zero.show_ranges(self)
 
     def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
-        """`Engine.sleep` with DeepSpeed's names of states. A no-op on a CPU, whose states are in host memory."""
+        """`Engine.sleep` with DeepSpeed's names of states. A no-op on a CPU, where states are in host memory anyway."""
         kinds = None if include is None else {_STATES[str(getattr(state, "value", state))] for state in include}
         place = str(getattr(device, "value", device))
         if place != self.device.type:
@@ -537,7 +537,7 @@ def initialize(
             engine, handle, loader, scheduler = slipstream.initialize(config=used, **given)
     except arguments.ConfigError as error:
         raise loaded.refusal(error) from None
-    # DeepSpeedEngine adds only methods, so changing the class is enough.
+    # DeepSpeedEngine only adds methods, so changing the class is enough.
     engine.__class__ = _kind(engine)
     assert isinstance(engine, DeepSpeedEngine)
     engine._begin(raw, optimizer, mpu, lr_scheduler)
@@ -560,7 +560,7 @@ class PipelineEngine(pipeline.PipelineEngine, DeepSpeedEngine):
 
     @property
     def micro_batches(self) -> int:
-        """Of each rank in a batch. Programs set it around `eval_batch`. Raises as `set_train_batch_size`."""
+        """Micro-batches of each rank in a batch. Programs set it around `eval_batch`. Raises as `set_train_batch_size`."""
         return self.plan.batch.accumulation
 
     @micro_batches.setter
@@ -573,7 +573,7 @@ def _kind(engine: Engine) -> type[DeepSpeedEngine]:
         return PipelineEngine
     if "rollouts" not in engine.states.resources:
         return DeepSpeedEngine
-    from slipstream.compat.rollout import DeepSpeedHybridEngine  # with the engines of serving
+    from slipstream.compat.rollout import DeepSpeedHybridEngine  # imports the engines of serving
 
     return DeepSpeedHybridEngine
 

@@ -1,7 +1,7 @@
 """DeepSpeed's estimates of memory before training, as tables on standard output.
 
-They are of Slipstream's engine, in bf16 with Adam (train/planning/predict.py): exact bytes of weights, gradients, optimizer states
-and buffers, without activations. `slipstream plan` predicts these too.
+They describe Slipstream's engine, in bf16 with Adam (train/planning/predict.py): exact bytes of weights, gradients, optimizer
+states and buffers, without activations. `slipstream plan` predicts activations, too.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ estimate_zero3_model_states_mem_needs_all_live = _live(3, [(_CPU, _CPU), (_NONE,
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(total_params: float, *args: Any, **kwargs: Any) -> None:
-    """As `..._all_live`, of a model of so many parameters."""
+    """As `..._all_live`, for a model of `total_params` parameters."""
     estimate_zero2_model_states_mem_needs_all_live(_sized(total_params, total_params), *args, **kwargs)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
     total_params: float, largest_layer_params: float, *args: Any, **kwargs: Any
 ) -> None:
-    """As `..._all_live`, of a model of so many parameters in layers of at most so many."""
+    """As `..._all_live`, for a model of `total_params` parameters in layers of at most `largest_layer_params`."""
     estimate_zero3_model_states_mem_needs_all_live(_sized(total_params, largest_layer_params), *args, **kwargs)
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """The numbers of parameters of a model, and of the module that has most of its own."""
+    """The numbers of parameters of the model, and of the module that directly owns the most."""
     own = [sum(param.numel() for param in module.parameters(recurse=False)) for module in model.modules()]
     return sum(param.numel() for param in model.parameters()), max(own)
 
@@ -74,7 +74,7 @@ def _show(model: nn.Module, stage: int, homes: list[tuple[str, str]], devices: i
 
 
 def _bytes(model: nn.Module, stage: int, weights: str, states: str, devices: int, nodes: int) -> tuple[int, int]:
-    """Bytes of a host, and of a device at the moment that needs most."""
+    """Bytes of a host, and peak bytes of a device."""
     zero: dict[str, Any] = {"stage": stage, "offload_param": {"device": weights}, "offload_optimizer": {"device": states}}
     if stage < 3:
         del zero["offload_param"]

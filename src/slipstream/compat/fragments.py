@@ -1,6 +1,6 @@
 """`deepspeed.utils.safe_get_*` and `safe_set_*`: read and write the states of a parameter.
 
-All are collective, including those of a rank's shard (unlike DeepSpeed's): call them on all ranks.
+All are collective, even those for a rank's own shard (unlike DeepSpeed's): call them on all ranks.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """Return the mean gradient over ranks so far, unscaled, in fp32; None for frozen parameters and before the first backward.
 
-    Inside `engine.coalesce_grad_reduction()` it returns this rank's accumulated gradient, of the part that it has of the parameter,
-    in the dtype of accumulation (in fp16 training fp32, without the loss scale), and is not collective.
+    Inside `engine.coalesce_grad_reduction()` it is not collective and returns this rank's accumulated gradient for its own part of
+    the parameter, in the dtype of accumulation (in fp16 training fp32, without the loss scale).
     """
     engine, name = engine_of(param)
     if engine.coalesces:
@@ -57,7 +57,7 @@ def _unreduced(engine: Any, param: nn.Parameter) -> Tensor | None:
     if local is not None and unit.window.is_in_local(i):
         grad = local.tensor[slice(*slot.span)].view(slot.shape)
     divisor = engine.window.averaged_over * engine.precision.loss_scale
-    return grad if grad is None else grad.clone() if divisor == 1 else grad.float() / divisor  # which fp16 could not hold
+    return grad if grad is None else grad.clone() if divisor == 1 else grad.float() / divisor  # too small for fp16
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -86,12 +86,12 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def _getting(whole: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Of what `whole` returns, the elements that this rank updates, 1D."""
+    """Return a function that reduces `whole`'s result to the elements that this rank updates, 1D."""
     return lambda param, *key, **named: _local(param, whole(param, *key, **named))
 
 
 def _setting(whole: Callable[..., None]) -> Callable[..., None]:
-    """Give `whole` what all ranks have of it."""
+    """Return a function that passes to `whole` the values of all ranks, joined."""
     return lambda param, value, *key, **named: whole(param, _joined(param, value), *key, **named)
 
 
@@ -108,7 +108,7 @@ def _local(param: nn.Parameter, whole: Tensor | None) -> Any:
 
 
 def _joined(param: nn.Parameter, value: Tensor) -> Tensor:
-    """The whole of what all ranks own of it. Collective."""
+    """Join the elements that ranks own to the full parameter. Collective."""
     unit, i = _place(param)
     slot = unit.layout.slots[i]
     values = torch.zeros(slot.numel, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""A call of transformers' `generate`: what it asks for, where Slipstream's engine answers the same, and what it returns."""
+"""A call of transformers' `generate`: what it requests, whether Slipstream's engine gives the same answers, and what it returns."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.models import from_hf
 from slipstream.inference.native import why_not
 
-# Settings of GenerationConfig that change neither greedy decoding nor sampling, those that change sampling only, and those that
-# do nothing with this value. With any other one that is not off (False, 0, empty), transformers' own code has to run.
+# Settings of GenerationConfig that change neither greedy decoding nor sampling; those that only change sampling; and those without
+# effect at this value. Any other setting that is not off (False, 0, empty) needs transformers' own code.
 _ANY = {
     *"""transformers_version bos_token_id length_penalty early_stopping num_assistant_tokens num_assistant_tokens_schedule
     assistant_confidence_threshold assistant_lookbehind target_lookbehind disable_compile use_cache synced_gpus""".split()  # noqa: SIM905 (a list of words)
 }
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # transformers' defaults
-_ALL = {**_SAMPLING, "top_k": 0}  # what None says, if a call gives it
+_ALL = {**_SAMPLING, "top_k": 0}  # the meaning of None, if a call gives it
 _OFF_IN_SAMPLING = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
 _NEUTRAL = dict.fromkeys(
     ("num_beams", "num_beam_groups", "num_return_sequences", "repetition_penalty", "encoder_repetition_penalty"), 1
@@ -32,14 +32,14 @@ _INPUTS = ("input_ids", "inputs", "attention_mask")
 
 
 class Asked(NamedTuple):
-    """What a call asks for. It depends on the settings alone, so it is the same on ranks whose prompts differ."""
+    """The request of a call. It depends only on the settings, so it is equal on ranks with different prompts."""
 
-    limit: tuple[str, int]  # max_new_tokens or max_length, and its value
+    limit: tuple[str, int]  # (max_new_tokens or max_length, value)
     samples: bool
-    settings: dict[str, Any]  # of SamplingParams, without max_tokens and seed
+    settings: dict[str, Any]  # fields of SamplingParams except max_tokens and seed
     pad: int
-    guesses_mask: bool  # a call without a mask leaves padding tokens out
-    num: int = 1  # answers to a prompt
+    guesses_mask: bool  # without a mask, padding tokens are skipped
+    num: int = 1  # answers per prompt
 
     @classmethod
     def of(cls, defaults: Any, generation_config: Any, settings: Mapping[str, Any], *, may_sample: bool = False) -> Asked | None:
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
         asked = _given(generation_config) | {name: value for name, value in settings.items() if name not in _INPUTS}
         merged = _merged(_given(defaults), asked, may_sample)
         limits = [name for name in ("max_new_tokens", "max_length") if asked.get(name) is not None]
-        if merged is None or not limits:  # without a limit, transformers' default follows the prompt
+        if merged is None or not limits:  # without a limit, transformers' default depends on the prompt
             return None
         ends = merged.get("eos_token_id", [])
         ends = [ends] if isinstance(ends, int) else ends
@@ -80,21 +80,21 @@ class Asked(NamedTuple):
         return value - (ids.shape[1] if name == "max_length" else 0)
 
     def prompts(self, ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-        """Each row's tokens without its padding, which may leave none."""
+        """Each row's tokens without padding; may be empty."""
         if mask is None and self.guesses_mask:
             mask = ids != self.pad
         return ids.tolist() if mask is None else [row[kept].tolist() for row, kept in zip(ids, mask.bool(), strict=True)]
 
     def params(self, ids: Tensor, seed: int | None = None) -> SamplingParams:
-        """Raises ValueError for settings that no engine has."""
+        """Raises ValueError for settings that no engine supports."""
         return SamplingParams(max_tokens=self.max_tokens(ids), seed=seed, **self.settings)
 
     def answers(
         self, engine: InferenceEngine, ids: Tensor, prompts: Sequence[list[int]], times: list[float] | None = None
     ) -> list[list[int]]:
-        """The new tokens of each prompt, `num` in a row. Seeds of samples come from torch's generator, one for each prompt.
+        """The new tokens of each prompt's `num` answers, in order. Each prompt's seed for sampling comes from torch's generator.
 
-        times: gets the milliseconds of each token of the first answer.
+        times: receives the milliseconds of each token of the first answer.
         """
         if self.samples:
             seeds = torch.randint(1 << 62, (len(prompts),)).tolist()
@@ -124,7 +124,7 @@ class Asked(NamedTuple):
 
 
 def is_known(model: Any, device: torch.device) -> bool:
-    """Whether Slipstream's engine has a forward for this model of transformers."""
+    """Whether Slipstream's engine has a forward for this transformers model."""
     try:
         config = from_hf(model.config.to_dict())
     except (UnsupportedModel, ValueError):
@@ -138,7 +138,7 @@ def _given(generation_config: Any) -> dict[str, Any]:
 
 
 def _merged(defaults: Mapping[str, Any], asked: Mapping[str, Any], may_sample: bool) -> dict[str, Any] | None:
-    """The settings of a call; None if they ask for more than greedy decoding, or samples by temperature, top_k, top_p, min_p."""
+    """The settings of a call; None if it needs more than greedy decoding, or sampling by temperature, top_k, top_p and min_p."""
     if any(value is None and defaults.get(name) is not None for name, value in asked.items()):
         return None  # a default that is switched off
     merged = {name: value for name, value in {**defaults, **asked}.items() if value is not None}

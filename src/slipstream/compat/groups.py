@@ -1,7 +1,8 @@
-"""`deepspeed.utils.groups`: the process groups of the engine that `deepspeed.initialize` made last; before, of all ranks.
+"""`deepspeed.utils.groups`: the process groups of the engine that `deepspeed.initialize` created last; before that, groups of all
+ranks.
 
-An axis of one rank has a group of one rank, so that a collective over it does nothing. Experts: `ep_size_N` names the layers that
-are split over N ranks.
+An axis of one rank has a group of one rank, so a collective over it does nothing. `ep_size_N` names the expert layers that are
+split over N ranks.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch.distributed as dist
 from slipstream.compat.comm import get_rank, get_world_group, get_world_size
 from slipstream.world.mesh import Axis, Mesh, build_mesh
 
-_last: list[Mesh] = []  # DeepSpeed's functions have no argument that tells the engine
-_names: list[str] = []  # of the groups of its layers of experts
+_last: list[Mesh] = []  # no argument of DeepSpeed's functions identifies the engine
+_names: list[str] = []  # names of the groups of its expert layers
 _alone: dict[int, Any] = {}  # rank -> its group of one rank
 
 
 def follow(mesh: Mesh, model: Any) -> None:
-    """Let the functions of this module tell about a mesh, and the groups that a model's layers of experts name."""
+    """Make this module's functions use a mesh, and the group names of a model's expert layers."""
     _last[:] = [mesh]
     _names[:] = sorted({name for module in model.modules() if (name := getattr(module, "expert_group_name", None))})
 
@@ -42,7 +43,7 @@ def _group(axis: Axis) -> Any:
 
 
 def _of_data_and_sequences() -> Axis:
-    """The ranks among which samples and their parts are split."""
+    """The ranks over which samples and sequences are split."""
     mesh = _mesh()
     if mesh.sp.size == 1:
         return mesh.batch
@@ -55,19 +56,19 @@ def _of_data_and_sequences() -> Axis:
 
 
 class _ExpertGroups(NamedTuple):
-    """The ranks that have different experts, and those that have the same ones."""
+    """The ranks that hold different experts, and those that hold the same ones."""
 
     parts: Axis
     copies: Axis
 
 
 def _expert_families() -> dict[str, _ExpertGroups]:
-    """The groups of experts by DeepSpeed's name for them; whole experts are on every data-parallel rank."""
+    """DeepSpeed's name -> groups of experts. Experts that are not split are on every data-parallel rank."""
     found: dict[str, _ExpertGroups] = {}
     if "ep_size_1" in _names:
         found["ep_size_1"] = _ExpertGroups(Axis("ep", None, (get_rank(),), 0, 1), _of_data_and_sequences())
     families = _mesh().families
-    for key in sorted(families, key=len, reverse=True):  # experts that are sliced too yield to others of the same size
+    for key in sorted(families, key=len, reverse=True):  # experts that are also sliced yield to others of the same size
         for split in key:
             if split.axis == "ep":
                 found[f"ep_size_{split.size}"] = _ExpertGroups(families[key].parts_of(split), families[key].both)
@@ -82,7 +83,7 @@ def _experts(group_name: str) -> _ExpertGroups:
 
 
 def _create_expert_and_data_parallel(expert_parallel_size_: int, *_: Any, **__: Any) -> None:
-    """A no-op: `initialize` makes the groups. Raises ValueError where the ranks cannot be divided."""
+    """A no-op: `initialize` creates the groups. Raises ValueError if the ranks cannot be divided."""
     if get_world_size() % expert_parallel_size_:
         raise ValueError(f"experts cannot be split over {expert_parallel_size_} ranks each: there are {get_world_size()} ranks")
 
@@ -103,11 +104,11 @@ def _get_max_expert_parallel_group() -> Any:
 
 
 def _get_expert_model_parallel_world_size() -> int:
-    """The slices of each expert."""
+    """The number of slices of each expert."""
     return max((s.size for key in _mesh().families if any(e.axis == "ep" for e in key) for s in key if s.axis == "tp"), default=1)
 
 
-# -- DeepSpeed's getters: the prefix of a name says which axis, its end what of it --
+# -- DeepSpeed's getters: a name's prefix selects the axis, its end the value --
 
 _VALUES: Mapping[str, Callable[[Axis], Any]] = {
     "group": _group,
@@ -147,10 +148,10 @@ def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
 
 
 def _get_broadcast_src_rank() -> int:
-    """The rank whose dense weights the others of its group get."""
+    """The rank that broadcasts dense weights to the others of its group."""
     return _of_data_and_sequences().ranks[0]
 
 
 def _get_expert_broadcast_src_rank(group_name: str) -> int:
-    """The rank whose experts those with the same ones get."""
+    """The rank that broadcasts its experts to the ranks with the same ones."""
     return _experts(group_name).copies.ranks[0]

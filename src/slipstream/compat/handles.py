@@ -49,7 +49,7 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
     external_loss_scale = torch_autocast_gradscaler = None
 
     def needs_scaler(self) -> bool:
-        """Whether the loss scale is dynamic: then DeepSpeed's callers pass `engine.scale(loss)` to a backward of their own."""
+        """Whether the loss scale is dynamic. If so, DeepSpeed's callers pass `engine.scale(loss)` to their own backward."""
         return self.dynamic_loss_scale
 
     def scale_if_loss(self, value: Any) -> Any:
@@ -65,7 +65,7 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale. What is set, on all ranks, counts from the next window on, and a dynamic scale goes on from there."""
+        """The loss scale. Set it on all ranks; it takes effect at the next window, and a dynamic scale continues from it."""
         return self.loss_scale
 
     @cur_scale.setter
@@ -92,7 +92,7 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
     loss_scaler = loss_scale_config
 
     def refresh_fp32_params(self) -> None:
-        """Copy weights that were written through `param.data` into the masters. Not needed after in-place writes to `param`."""
+        """Copy weights written through `param.data` into the masters. Not needed after in-place writes to `param`."""
         with self.engine.together("optimizer.refresh_fp32_params"):
             for unit in self.engine.units:
                 access.refresh_masters(unit)
@@ -106,7 +106,7 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
 
 
 _ONE_BIT = "adam_freeze_key lamb_freeze_key freeze_step worker_errors server_errors get_lamb_coeffs"
-for _name in _ONE_BIT.split():  # of the optimizers that have them
+for _name in _ONE_BIT.split():  # only for optimizers that have them
     setattr(DeepSpeedOptimizerHandle, _name, property(attrgetter(f"optimizer.{_name}")))
 
 
@@ -132,7 +132,7 @@ def carries_scale(loss: Tensor) -> bool:
 
 
 class _Asks(type):
-    """`isinstance(object, cls)` is true where `cls.stands_for(object)` is, and for instances of subclasses."""
+    """`isinstance(object, cls)` is true if `cls.stands_for(object)` is, and for instances of subclasses."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         stands_for: Callable[[Any], bool] = vars(cls).get("stands_for", lambda instance: False)

@@ -3,13 +3,13 @@
     answers = engine.generate(ids, attention_mask=mask, max_new_tokens=64, do_sample=True)    # as transformers' generate
     answers = engine.module.generate(...)                                                     # the same
 
-A rank answers its own prompts, with Slipstream's engine of serving or, for models and settings that it does not know, with
-transformers' own code in a second module. Each has a whole copy of the weights, which is renewed by `engine.named_weights()` if
-they have changed since: then the call is collective, and a rank without prompts calls it with an empty tensor [0, n]. Which of the
-two answers depends on the settings of the call and not on its prompts, so ranks that give the same settings agree.
+Each rank answers its own prompts with Slipstream's serving engine or, for models and settings that the engine does not support,
+with transformers' own code in a second module. Each of these has a full copy of the weights. If the weights have changed since the
+last call, `engine.named_weights()` renews the copy: the call is then collective, and a rank without prompts passes an empty tensor
+[0, n]. The choice between the two depends on the call's settings, not on its prompts, so ranks with equal settings agree.
 
-Adapters of PEFT are merged on the way (train/handover.py), and so are DeepSpeed-Chat's own: layers with `lora_right_weight`
-[inputs, rank], `lora_left_weight` [rank, outputs] and `lora_scaling` beside their weight. The trainer's weights are not touched.
+PEFT's adapters are merged on the way (train/handover.py), and so are DeepSpeed-Chat's own: layers with `lora_right_weight` [inputs,
+rank], `lora_left_weight` [rank, outputs] and `lora_scaling` beside their weight. The trainer's weights are not modified.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_WAITING = 1 << 20  # prompts of a call
+_MAX_WAITING = 1 << 20  # prompts per call
 _PARTS = ("weight", "lora_right_weight", "lora_left_weight")
 
 
@@ -53,7 +53,7 @@ class RolloutTimes:
 
 
 class Rollouts:
-    """Generates with the current weights of an engine, which does not need to be awake if they have not changed."""
+    """Generates with the current weights of an engine. The engine may sleep if they have not changed."""
 
     def __init__(self, engine: Engine, plan: RolloutPlan) -> None:
         self._engine = weakref.ref(engine)
@@ -61,7 +61,7 @@ class Rollouts:
         self.times = RolloutTimes()
         self._server: InferenceEngine | None = None
         self._twin: _Twin | None = None
-        self._versions: dict[type, tuple[Any, ...]] = {}  # of the weights in the server and in the twin
+        self._versions: dict[type, tuple[Any, ...]] = {}  # versions of the weights in the server and in the twin
         self._patched: nn.Module | None = None
         self._follow(engine)
         engine.states.on_hooks.append(lambda _: self._follow(self._living("surgery")))
@@ -69,9 +69,9 @@ class Rollouts:
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **settings: Any) -> Any:
         """Answer token ids [prompts, tokens] as transformers' `generate` does: [prompts, tokens and answers], padded on the right.
 
-        Collective if the weights have changed since the last call, or with release_inference_cache. Samples have the distribution
-        of transformers', and draw seeds from torch's generator. Raises ValueError for a row without a token, and for a prompt and
-        its answer of more than max_out_tokens.
+        Collective if the weights have changed since the last call, or with release_inference_cache. Samples have the same
+        distribution as transformers', with seeds from torch's generator. Raises ValueError for a row without a token, and if prompt
+        and answer together exceed max_out_tokens.
         """
         engine = self._living("generate")
         ids = settings.pop("input_ids", None) if inputs is None else inputs
@@ -95,13 +95,13 @@ class Rollouts:
                     self.release()
 
     def renew(self) -> None:
-        """Hand the current weights over now, so that the next calls of `generate` need no other rank. Collective."""
+        """Hand over the current weights now, so that the next calls of `generate` need no other rank. Collective."""
         engine = self._living("named_weights")
         with torch.no_grad():
             self._renew(engine, self._serving(engine) if self._known else self._own_code(engine))
 
     def release(self) -> None:
-        """Free the memory of generation until the next call of `generate`, which is collective then."""
+        """Free the memory of generation until the next call of `generate`, which is then collective."""
         self._versions.clear()
         self._twin = None
         if self._server is None:
@@ -113,7 +113,7 @@ class Rollouts:
             self._server = None
 
     def close(self) -> None:
-        """Free everything, and give the module its own `generate` back. Called when the engine is destroyed."""
+        """Free everything, and restore the module's own `generate`. Called when the engine is destroyed."""
         self._versions.clear()
         self._twin = None
         if self._server is not None:
@@ -133,7 +133,7 @@ class Rollouts:
         return engine
 
     def _follow(self, engine: Engine) -> None:
-        """Take the model as it is now: after a surgery it can have other sizes, adapters, or another class."""
+        """Adopt the model's current form: after a surgery it can have other sizes, adapters, or another class."""
         self.close()
         module: Any = engine.module
         self._base = _base(module)
@@ -148,7 +148,7 @@ class Rollouts:
         self._versions[type(source)] = self._version(engine)
 
     def _version(self, engine: Engine) -> tuple[Any, ...]:
-        counts = engine.global_steps, engine.skipped_steps  # an update can still run, and then is in no version of a unit yet
+        counts = engine.global_steps, engine.skipped_steps  # an update may still run; it is not in any unit's version yet
         fusions = [layer.fuse_lora for layer in chat_adapters(engine.module).values()]
         return *counts, fusions, *handover.version(engine.states)
 
@@ -198,10 +198,10 @@ class Rollouts:
 
 
 class _Twin:
-    """A second module of the model's class, for what only transformers' own `generate` does."""
+    """A second module of the model's class, for calls that only transformers' own `generate` supports."""
 
     def __init__(self, base: Any, dtype: torch.dtype, device: torch.device) -> None:
-        with torch.random.fork_rng(devices=[]):  # its first values are overwritten
+        with torch.random.fork_rng(devices=[]):  # its initial values are overwritten
             module = type(base)(deepcopy(base.config))
         self.module: Any = module.to(device, dtype).eval().requires_grad_(False)
         self.module.generation_config = base.generation_config
@@ -244,7 +244,7 @@ def chat_adapters(model: nn.Module) -> dict[str, Any]:
 
 
 def fused(weights: Iterable[tuple[str, Tensor]], layers: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The weights with the adapters of these layers merged. Keeps copies of a layer's parts until it has all."""
+    """Yield the weights with these layers' adapters merged. Keeps copies of a layer's parts until it has all of them."""
     held: dict[str, dict[str, Tensor]] = {path: {} for path in layers}
     for name, weight in weights:
         path, _, part = name.rpartition(".")
@@ -261,5 +261,5 @@ def fused(weights: Iterable[tuple[str, Tensor]], layers: Mapping[str, Any]) -> I
 
 
 def _base(model: Any) -> Any:
-    """The transformers model, which PEFT can have wrapped."""
+    """The transformers model, which PEFT may have wrapped."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

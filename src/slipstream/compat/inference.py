@@ -3,7 +3,7 @@
     engine = deepspeed.init_inference(model, dtype=torch.bfloat16, replace_with_kernel_inject=True)
     engine(**inputs).logits, engine.generate(**inputs, max_new_tokens=20), engine.module
 
-The module is changed in place, as by DeepSpeed: its dtype, and with int8 its linear layers. `kernels` has the native forwards.
+As in DeepSpeed, the module is changed in place: its dtype and, with int8, its linear layers. `kernels` has the native forwards.
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ _NO_EFFECT = {
 class DeepSpeedInferenceConfig:
     """The options of `init_inference`, by DeepSpeed's names: from a dictionary or the path of a JSON file, and keywords.
 
-    dtype: of weights and outputs; int8 packs the linear layers, of encoders with kernels all but the head's, of a cut module also
-        those that every rank has whole. None: as they are.
-    replace_with_kernel_inject: native kernels compute an encoder's forward, where its outputs are the same, and it is not cut.
-    injection_policy: {class of a block: names of its linear layers}, checked against the module. If the module is cut and has no
-        plan, the layers whose outputs are summed over the ranks (parallel/inferred.py).
-    checkpoint: files of weights (`slices`), relative to base_dir, for a module that may be on the meta device.
-    tensor_parallel, mp_size: the ranks of the job, over which the module is cut by its plan (transformers', or DeepSpeed's), or by
-        one that is found in a forward, with a model's example inputs or in the engine's first call.
-    mpu: of a module that is a slice of its own, of that size; the checkpoint is cut for it.
-    save_mp_checkpoint_path: a folder that gets the weights, and a description that `checkpoint` takes.
-    max_out_tokens: prompts of `generate` may be as long.
+    dtype: of weights and outputs; int8 packs the linear layers: of encoders with kernels all except the head's, of a split module
+    also
+        those that every rank holds whole. None: unchanged.
+    replace_with_kernel_inject: native kernels compute an encoder's forward, if outputs stay the same and the module is not split.
+    injection_policy: {class of a block: names of its linear layers}, checked against the module. If the module is split and has no
+        plan, these are the layers whose outputs are summed over the ranks (parallel/inferred.py).
+    checkpoint: files of weights (`slices`), relative to base_dir, for a module that may be on the meta device. tensor_parallel,
+    mp_size: the ranks of the job, over which the module is split by its plan (transformers' or DeepSpeed's), or by
+        one inferred from a forward, with the model's example inputs or in the engine's first call.
+    mpu: says which slice the module already is, and of how many; the checkpoint is cut to match. save_mp_checkpoint_path: a folder
+    that receives the weights, and a description that `checkpoint` accepts. max_out_tokens: the longest prompt of `generate`.
 
-    The others have no effect, which is logged, or are refused. Raises ValueError for these, unknown and contradictory options.
+    The others have no effect, which is logged, or are rejected. Raises ValueError for rejected, unknown and contradictory options.
     """
 
     dtype: Any = None
@@ -113,31 +113,31 @@ class DeepSpeedInferenceConfig:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which slice the module is, and of how many."""
+        """(index of the module's slice, number of slices)."""
         if self.mpu is None:
             return 0, 1
         return self.mpu.get_model_parallel_rank(), self.mpu.get_model_parallel_world_size()
 
     @property
     def cuts(self) -> int:
-        """The ranks that the module is cut over here; 0: none, or it is a slice of its own already."""
+        """The number of ranks over which the module is split here; 0: none, or the module is a slice already."""
         return int(self.tensor_parallel or 0) if self.mpu is None and (self.tensor_parallel or 1) > 1 else 0
 
     @property
     def kind(self) -> str | None:
-        """The requested dtype: int8, or a name of a float dtype; None: as the weights are."""
+        """The requested dtype: int8, or the name of a float dtype; None: unchanged."""
         if self.dtype is None:
             return None
         kind = ""
         with suppress(ValueError):
-            kind = parse_dtype(getattr(self.dtype, "value", self.dtype))  # of DeepSpeed's DtypeEnum
+            kind = parse_dtype(getattr(self.dtype, "value", self.dtype))  # DeepSpeed's DtypeEnum has the dtype as its value
         if kind not in (*_FLOATS, "int8"):
             raise ValueError(f"dtype is {self.dtype!r}; it must be float32, bfloat16, float16 or int8")
         return kind
 
 
 def _ranks(word: str, value: Any) -> Any:
-    """The size that a block of tensor parallelism says; other options as they are."""
+    """The size given in a tensor-parallel block; other options are returned unchanged."""
     if _ALIASES.get(word, word) != "tensor_parallel":
         return value
     block = value if isinstance(value, Mapping) else {"tp_size": getattr(value, "tp_size", value)}
@@ -145,7 +145,7 @@ def _ranks(word: str, value: Any) -> Any:
 
 
 class InferenceEngine(nn.Module):
-    """A module that computes what the module in it computes. Attributes that it lacks are the module's: config, device, dtype."""
+    """Computes what the wrapped module computes. Attributes that it lacks are read from the module: config, device, dtype."""
 
     module: nn.Module
 
@@ -170,13 +170,13 @@ class InferenceEngine(nn.Module):
         self.module = model if kind in (None, "int8") else model.to(_FLOATS[str(kind)])
         self.module.eval()
         self._decoder = None if self._config.cuts else kernels.Decoder(self.module, kind)
-        self._spoiled = ""  # why the outputs of the module, which is cut, are not its own
+        self._spoiled = ""  # why the split module's outputs are invalid; "": they are valid
         self._is_whole = bool(self._config.cuts) and not self._cut()
         if not self._config.cuts and (self._config.replace_with_kernel_inject or kind == "int8"):
             self._use_kernels(kind)
 
     def _use_kernels(self, kind: str | None) -> None:
-        """Let native kernels compute an encoder's forward, and of int8 the linear layers."""
+        """Use native kernels for an encoder's forward and, with int8, for the linear layers."""
         encoder = kernels.Encoder.of(self.module, kind)
         if kind == "int8":
             packed = kernels.pack(self.module if encoder is None else self.module.base_model)  # a head of its own stays fast
@@ -194,20 +194,21 @@ class InferenceEngine(nn.Module):
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's outputs, as it returns them, without a graph."""
+        """The module's outputs, in its own form, without a graph."""
         self._check_ready()
         if self._is_whole:
             counted = len(self._model_times)
             self._is_whole = not self._cut(inputs, kwargs)
-            del self._model_times[counted:]  # of the forwards that found the plan
+            del self._model_times[counted:]  # those of the forwards that inferred the plan
         return self.module(*inputs, **kwargs)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """transformers' `generate`: token ids [prompts, tokens] -> [prompts, tokens and answers], or what its settings ask for.
+        """transformers' `generate`: token ids [prompts, tokens] -> [prompts, tokens and answers], or the output that its settings
+        request.
 
-        Slipstream's engine computes greedy answers of models that it knows; the module's own generate all others. Raises
-        RuntimeError for a prompt of more than max_out_tokens, and ValueError for a module that is still to be cut, by a call.
+        Slipstream's engine computes greedy answers of models that it supports; the module's own generate computes all others.
+        Raises RuntimeError for a prompt longer than max_out_tokens, and ValueError for a module that a first call must split.
         """
         self._check_ready()
         if self._is_whole:
@@ -225,13 +226,13 @@ class InferenceEngine(nn.Module):
         return self.module.generate(inputs, generation_config=generation_config, **kwargs)  # type: ignore[operator]
 
     def destroy(self) -> None:
-        """Free what `generate` has beside the module, its cache and its form of the weights; the module's own code answers then."""
+        """Free `generate`'s cache and its copy of the weights; afterwards the module's own code generates."""
         decoder, self._decoder = self._decoder, None
         if decoder is not None:
             decoder.close()
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Time every forward from now on, see `model_times`. On a GPU the device is waited for, whatever `use_cuda_events` says."""
+        """Time every forward from now on (`model_times`). On a GPU this waits for the device, regardless of `use_cuda_events`."""
         if not self.model_profile_enabled:
             started: list[float] = []
             self.module.register_forward_pre_hook(lambda *_: started.append(self._now()))
@@ -239,10 +240,11 @@ class InferenceEngine(nn.Module):
         self.model_profile_enabled = True
 
     def _cut(self, inputs: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> bool:
-        """Cut the module's layers over all ranks of the job, in place: every rank calls it with equal inputs and has its outputs.
+        """Split the module's layers over all ranks of the job, in place. Every rank passes equal inputs and then has the same
+        outputs.
 
-        Returns False, with nothing done, if the module has no plan, and there are no inputs that show one.
-        Collective. Raises ValueError if the job has another size, or for a module that cannot be cut."""
+        Returns False, with nothing changed, if the module has no plan and no inputs from which to infer one. Collective. Raises
+        ValueError if the job has another size, or for a module that cannot be split."""
         module, axis = self.module, _axis(self._config.cuts)
         trial = None
         if needs_trial(module) and (trial := self._found(axis, inputs, options or {})) is None:
@@ -250,7 +252,7 @@ class InferenceEngine(nn.Module):
         if (exchange := cut(module, axis, trial)) is not None and trial is not None:
             try:
                 compare(module, trial, exchange)
-            except ValueError as error:  # a caller that goes on must not get these outputs
+            except ValueError as error:  # a caller that continues must not get these outputs
                 self._spoiled = str(error)
                 raise
         if self._config.kind == "int8":
@@ -259,8 +261,8 @@ class InferenceEngine(nn.Module):
         return True
 
     def _found(self, axis: Axis, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> PlanTrial | None:
-        """The plan that all ranks find, from inputs or those that the module tells (None: it takes or tells none). An error of one
-        rank is raised on all."""
+        """The plan that all ranks infer, from `inputs` or the module's example inputs; None if it has none. An error of one rank is
+        raised on all."""
         examples = None
         if not inputs and not options and (examples := example_inputs(self.module)) is None:
             return None
@@ -268,10 +270,10 @@ class InferenceEngine(nn.Module):
         failed: Exception | None = None
         try:
             trial = try_out(self.module, axis, inputs, examples or options, _rows_named(self._config))
-        except Exception as error:  # which other ranks may not have
+        except Exception as error:  # other ranks may not have it
             failed = error
         kinds = (OneTokenError,) if examples is None else (OneTokenError, ForwardError)
-        waits = isinstance(failed, kinds)  # for a call that shows more
+        waits = isinstance(failed, kinds)  # a later call may provide inputs
         _agree(axis, type(failed).__name__ if waits else repr(failed) if failed else trial and trial.partition, failed, waits)
         if waits:
             logger.warning("%s is whole until a call shows how it can be cut: %s", type(self.module).__name__, failed)
@@ -294,7 +296,7 @@ class InferenceEngine(nn.Module):
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
-    """Wrap a module for inference, as DeepSpeed's function of this name.
+    """Wrap a module for inference, like DeepSpeed's function of this name.
 
     config: a dictionary, the path of a JSON file, or a `DeepSpeedInferenceConfig`, which lists the options. kwargs: the same
     options as keywords. Raises ValueError for options that are unknown, contradictory or not built.
@@ -303,7 +305,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
 
 
 def _axis(size: int) -> Axis:
-    """All ranks of the job. Raises ValueError if they are of another number."""
+    """All ranks of the job. Raises ValueError if their number differs from `size`."""
     init_distributed(verbose=False)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != size:
@@ -312,7 +314,7 @@ def _axis(size: int) -> Axis:
 
 
 def _agree(axis: Axis, own: Any, failed: Exception | None, waits: bool) -> None:
-    """Raise this rank's error unless it waits, and ValueError where ranks have found different plans. Collective."""
+    """Raise this rank's error unless it waits, and ValueError if ranks have inferred different plans. Collective."""
     outcomes = axis.gather(own)
     if failed is not None and not waits:
         raise failed.__cause__ if isinstance(failed, ForwardError) and failed.__cause__ else failed
@@ -321,13 +323,13 @@ def _agree(axis: Axis, own: Any, failed: Exception | None, waits: bool) -> None:
 
 
 def _rows_named(config: DeepSpeedInferenceConfig) -> Policy:
-    """The layers that injection_policy names, by class."""
+    """class -> the layers that injection_policy names."""
     named = {kind: (names,) if isinstance(names, str) else names for kind, names in (config.injection_policy or {}).items()}
     return {kind: tuple(names) for kind, names in named.items() if isinstance(names, tuple | list)}
 
 
 def _check_policy(model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
-    """Raise ValueError for a policy that names a block or layer which the model does not have."""
+    """Raise ValueError for a policy that names a block or layer that the model lacks."""
     named = _rows_named(config)
     for kind in config.injection_policy or {}:
         if not isinstance(kind, type):

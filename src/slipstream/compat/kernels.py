@@ -1,8 +1,8 @@
-"""Native forwards inside a module of transformers: `Encoder`, whose base model computes its hidden states by them, `Decoder`, which
-generates by Slipstream's engine, and `pack`, which replaces linear layers by int8 ones.
+"""Native forwards inside a transformers module: `Encoder` computes the base model's hidden states, `Decoder` generates with
+Slipstream's engine, and `pack` replaces linear layers by int8 ones.
 
-Each is used only where it gives the module's results: an encoder is compared with the module's own forward when it is opened, and
-calls that ask for anything else (hidden states of all layers, embeddings as inputs, beams, sampling) run the module's own code.
+Each is only used if it gives the module's results. An encoder is compared with the module's own forward when it is opened. Calls
+that request anything else (hidden states of all layers, embeddings as inputs, beams, sampling) run the module's own code.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_stat
 
 
 def pack(model: Any) -> Any:
-    """Replace a module's linear layers by int8 ones, in place, in a model of transformers also stacked experts. Returns the module;
-    for an `nn.Linear`, another one."""
+    """Replace a module's linear layers by int8 ones, in place; in a transformers model also stacked experts. Returns the module, or
+    for an `nn.Linear` its replacement."""
     if hasattr(model, "get_output_embeddings") and hasattr(model, "config"):
         return generic.quantize_model(model, "int8", model.dtype)
     return quantize(model, "int8")
 
 
 class _Watched:
-    """Tells whether weights have changed since it was made. A write to `.data` has no version; a value of each parameter shows what
-    syncs or merges weights."""
+    """Tells whether weights have changed since it was created. Writes to `.data` change no version, so it also compares one value
+    of each parameter, which reveals syncs and merges of weights."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -70,7 +70,7 @@ class Encoder:
 
     @classmethod
     def of(cls, model: Any, kind: str | None) -> Encoder | None:
-        """`kind`: the dtype's name; None: as the weights are. None if the kernels cannot compute this model."""
+        """`kind`: the name of a dtype; None: that of the weights. Returns None if the kernels cannot compute this model."""
         config = getattr(model, "config", None)
         if not is_encoder(getattr(config, "model_type", None)) or next(model.parameters()).device.type != "cpu":
             return None
@@ -95,7 +95,7 @@ class Encoder:
 
     @torch.no_grad()
     def _difference(self, base: Any, vocab_size: int) -> float:
-        """From the module's own hidden states, of two texts of different lengths."""
+        """The relative difference from the module's own hidden states, for two texts of different lengths."""
         ids = (torch.arange(24).view(2, 12) * 7 + 5) % vocab_size
         ids[ids == self._pad] = (1 + (self._pad or 0)) % vocab_size
         mask = torch.ones_like(ids)
@@ -110,7 +110,7 @@ class Encoder:
         return float((ours[kept] - own[kept]).norm() / own[kept].norm())
 
     def hidden(self, ids: Tensor, mask: Tensor | None, types: Tensor | None) -> Tensor | None:
-        """Token ids, mask and types [texts, tokens] -> fp32 [texts, tokens, hidden], 0 where the mask is; None for others."""
+        """Token ids, mask and types [texts, tokens] -> fp32 [texts, tokens, hidden], 0 where the mask is; None for other inputs."""
         if self._weights.has_changed() or any(
             one is not None and (one.shape != ids.shape or one.dim() != 2 or one.device.type != "cpu") for one in (ids, mask, types)
         ):
@@ -129,7 +129,7 @@ class Encoder:
         return out
 
     def _fits(self, ids: Tensor, kept: Tensor) -> bool:
-        """Whether each text's tokens come first and its padding after it, with no padding token among them."""
+        """Whether each text's tokens come first and its padding after them, with no padding token among them."""
         if not ids.numel() or ids.shape[1] > self._runner.max_context:
             return False
         lengths = kept.sum(1)
@@ -138,7 +138,7 @@ class Encoder:
         return first.equal(kept) and bool(lengths.min()) and not padding
 
     def install(self, model: Any) -> None:
-        """Let the model's base model compute by this forward wherever it can."""
+        """Make the model's base model use this forward wherever it can."""
         base = model.base_model
         own = base.forward
         names = list(inspect.signature(own).parameters)
@@ -154,14 +154,14 @@ class Encoder:
     def _asked(
         self, config: Any, *, input_ids: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **more: Any
     ) -> Tensor | None:
-        """The hidden states that a call asks for; None if it asks for anything else."""
+        """The hidden states that a call requests; None if it requests anything else."""
         plain = all(value is None or (name in _OUTPUTS and value == _OUTPUTS[name]) for name, value in more.items())
         beside = any(getattr(config, name, None) for name in ("output_attentions", "output_hidden_states"))
         return self.hidden(input_ids, attention_mask, token_type_ids) if plain and not beside and input_ids is not None else None
 
 
 def _output(base: Any, hidden: Tensor) -> Any:
-    """The output of a base model: its hidden states, and what its pooler makes of them."""
+    """The output of a base model: its hidden states, and its pooler's output."""
     from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPoolingAndCrossAttentions
 
     if not hasattr(base, "pooler"):
@@ -185,11 +185,11 @@ class Decoder:
         generates = hasattr(model, "can_generate") and model.can_generate()
         self._known = generates and next(model.parameters()).device.type == "cpu" and is_known(model, torch.device("cpu"))
         self._opening = threading.Lock()
-        if kind == "int8" and self._known:  # while the weights are floats
+        if kind == "int8" and self._known:  # while the weights are still floats
             self._opened()
 
     def _opened(self) -> InferenceEngine | None:
-        """The engine; None if these weights run only in the module."""
+        """The engine; None if only the module can run these weights."""
         with self._opening:
             if self._engine is None or self._weights.has_changed():
                 if self._engine is not None:
@@ -204,9 +204,9 @@ class Decoder:
             self._engine.close()
 
     def generate(self, ids: Any, generation_config: Any, settings: Mapping[str, Any], times: list[float] | None) -> Tensor | None:
-        """Token ids [prompts, tokens and answers]; None for a call that the module's own `generate` has to answer.
+        """Token ids [prompts, tokens and answers]; None for a call that the module's own `generate` must answer.
 
-        times: gets the milliseconds of each token of the first answer.
+        times: receives the milliseconds of each token of the first answer.
         """
         if not self._known:
             return None
@@ -220,7 +220,7 @@ class Decoder:
         return asked.padded(ids, asked.answers(engine, ids, prompts, times))
 
     def _prompts(self, asked: Asked, ids: Any, mask: Tensor | None) -> list[list[int]] | None:
-        """The prompts; None for inputs that the engine does not take."""
+        """The prompts; None for inputs that the engine does not support."""
         if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
             return None
         if (mask is not None and mask.shape != ids.shape) or asked.max_tokens(ids) < max(asked.settings["min_tokens"], 1):

@@ -1,4 +1,4 @@
-"""The commands `deepspeed`, `ds_report` and `ds_elastic`, and `zero_to_fp32.py`, which lies beside each checkpoint."""
+"""The commands `deepspeed`, `ds_report` and `ds_elastic`, and `zero_to_fp32.py`, which is written beside each checkpoint."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def translate(arguments: Sequence[str]) -> list[str]:
 
 
 def _ranked(seen: Mapping[str, str], translated: list[str], command: list[str]) -> list[str]:
-    """The command. A program that is not Python's gets its rank from a shell: the option of `slipstream run` is for scripts."""
+    """The command. A program that is not Python gets its rank from a shell: the option of `slipstream run` is for scripts."""
     if "--no_python" not in seen or "--pass-local-rank" not in translated:
         return command
     translated.remove("--pass-local-rank")
@@ -69,7 +69,7 @@ def _ranked(seen: Mapping[str, str], translated: list[str], command: list[str]) 
 
 
 def _tuning(mode: str, options: Sequence[str], script: Sequence[str]) -> list[str]:
-    """The arguments of `slipstream tune`. The config is the one that the script is given."""
+    """The arguments of `slipstream tune`. The config is the one passed to the script."""
     if mode not in ("tune", "run"):
         raise ValueError(f"deepspeed --autotuning {mode!r} is neither tune nor run")
     words = [word for text in script[1:] for word in text.split("=", 1)]
@@ -90,7 +90,7 @@ def _quiet(level: str) -> list[str]:
 
 
 def _together(seen: Mapping[str, str]) -> list[str]:
-    """The options that several of DeepSpeed's flags make together."""
+    """The options that result from several of DeepSpeed's flags together."""
     options = []
     least, most = seen.get("--min_elastic_nodes", "1"), seen.get("--max_elastic_nodes") or seen.get("--num_nodes")
     if "--elastic_training" in seen:
@@ -108,7 +108,7 @@ def _together(seen: Mapping[str, str]) -> list[str]:
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """The number of slots of each host of a hostfile; None if there is no file. Raises ValueError for a line that is none."""
+    """The number of slots per host in a hostfile; None if the file does not exist. Raises ValueError for an invalid line."""
     path = Path(hostfile_path)
     if not path.is_file():
         return None
@@ -116,8 +116,8 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
-    """The devices of hosts with so many slots that filters as "host1:0,1@host2" leave. Raises ValueError for a host or slot that
-    is not there."""
+    """The devices that filters such as "host1:0,1@host2" leave, for hosts with these numbers of slots. Raises ValueError for an
+    unknown host or slot."""
     chosen = tuple(hosts.Host(name=name, devices=tuple(range(slots))) for name, slots in resource_pool.items())
     for select, text in ((hosts.include, inclusion), (hosts.exclude, exclusion)):
         chosen = select(chosen, text) if text else chosen
@@ -125,7 +125,7 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
 
 
 def main() -> int:
-    """`deepspeed [flags] script.py [its arguments]`, as `slipstream run`."""
+    """`deepspeed [flags] script.py [its arguments]`: runs `slipstream run`."""
     from slipstream.launch import cli
 
     try:
@@ -137,7 +137,7 @@ def main() -> int:
 
 
 def report() -> int:
-    """`ds_report`, as `slipstream report`."""
+    """`ds_report`: runs `slipstream report`."""
     from slipstream.launch import cli
 
     return cli.main(["report", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""DeepSpeed-MII's API: `pipeline` in this process, `serve` and `client` over `slipstream serve` in a process of its own.
+"""DeepSpeed-MII's API: `pipeline` in this process, `serve` and `client` over `slipstream serve` in a separate process.
 
     pipe = mii.pipeline("path/to/model")
     responses = pipe(["DeepSpeed is", "Seattle is"], max_new_tokens=128)
@@ -7,8 +7,8 @@
     client("DeepSpeed is", max_new_tokens=128)[0].generated_text
     client.terminate_server()
 
-A deployment outlives the process that started it. Its file, which only this user can read, has its address, key and process.
-The distribution in compat/mii installs the package `mii`.
+A deployment outlives the process that started it. Its file, which only this user can read, has its address, key and process. The
+distribution in compat/mii installs the package `mii`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ __all__ = [
     "serve",
 ]
 
-_START_S = 600.0  # for a server to load its model
-_STOP_S = 90.0  # for a server to finish its requests
-_CONNECTIONS = 64  # prompts that a client sends at once
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # takes no proxy: servers are on this machine
+_START_S = 600.0  # limit for a server to load its model
+_STOP_S = 90.0  # limit for a server to finish its requests
+_CONNECTIONS = 64  # the most prompts that a client sends at once
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without a proxy: servers are on this machine
 _NAME = re.compile(r"[\w.-]{1,100}")
 _OF_PIPELINES = ("tensor_parallel", "all_rank_output")
-_OF_SERVERS = {"tensor_parallel": "--tp", "replica_num": "--replicas"}  # options of a deployment, and of `slipstream serve`
+_OF_SERVERS = {"tensor_parallel": "--tp", "replica_num": "--replicas"}  # option of a deployment -> option of `slipstream serve`
 _REFUSED: Refused = {
     "replica_num": ((1, None), "a pipeline is one model; set it to 1, or start a deployment by mii.serve"),
     "replica_configs": (([], (), None), "replicas are alike; give their number as replica_num"),
@@ -87,15 +87,15 @@ class MIIError(Exception):
 
 
 class UnknownArgument(MIIError, ValueError):
-    """An option or setting that there is not."""
+    """An unknown option or setting."""
 
 
 class DeploymentNotFoundError(MIIError):
-    """No server of this name runs."""
+    """No server of this name is running."""
 
 
 class ServerError(MIIError, RuntimeError):
-    """A server did not start, refused a request, or is gone."""
+    """A server did not start, rejected a request, or has ended."""
 
 
 class GenerationFinishReason(StrEnum):
@@ -128,9 +128,9 @@ class Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """quantization_mode: int8 or int4, of the weights. dtype: as in `slipstream.init_inference`. device: likewise.
+    """quantization_mode: int8 or int4, of the weights. dtype, device: as in `slipstream.init_inference`.
 
-    max_length: of a prompt and its answer, in tokens, unless a call says otherwise; the model's context if that is less.
+    max_length: tokens of a prompt and its answer, unless a call overrides it; at most the model's context.
     """
 
     model_name_or_path: str
@@ -142,7 +142,7 @@ class ModelConfig:
 
     @classmethod
     def of(cls, model: str, others: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> tuple[ModelConfig, dict[str, Any]]:
-        """The config, and the options named `more`. Raises UnknownArgument, ValueError for contradictions and missing features."""
+        """The config, and the options in `more`. Raises UnknownArgument, ValueError for contradictions and missing features."""
         names = [*(field.name for field in fields(cls)), *more]
         sources = [*([{"model_name_or_path": model}] if model else []), *others]
         given = read_options("mii", names, sources, refused=_REFUSED, idle=_NO_EFFECT, unknown=UnknownArgument)
@@ -190,7 +190,7 @@ class GenerateParams:
         return left if self.max_new_tokens is None else min(left, self.max_new_tokens)
 
     def sampling(self, num_prompt: int) -> dict[str, Any]:
-        """By the names of SamplingParams, which are OpenAI's and vLLM's as well."""
+        """Under the names of SamplingParams, which are also OpenAI's and vLLM's."""
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         values = {
             "max_tokens": self.most(num_prompt),
@@ -205,12 +205,11 @@ class GenerateParams:
 
 
 class _Generator(ABC):
-    """What a pipeline and a client have in common."""
+    """The common part of a pipeline and a client."""
 
     config: ModelConfig
 
     def __call__(self, prompts: str | Sequence[str], **settings: Any) -> list[Response]:
-        """See `generate`."""
         return self.generate(prompts, **settings)
 
     def generate(
@@ -218,8 +217,8 @@ class _Generator(ABC):
     ) -> list[Response]:
         """Answer all prompts in one batch; `GenerateParams` lists the settings.
 
-        streaming_fn: gets increments of the answer to the one prompt, each a list of one Response; a client's last has the lengths.
-        Raises UnknownArgument for a setting that there is not, ValueError for a prompt that leaves no room, RuntimeError for a
+        streaming_fn: receives increments of the answer to a single prompt, each a list of one Response; a client's last has the
+        lengths. Raises UnknownArgument for an unknown setting, ValueError for a prompt that leaves no room, RuntimeError for a
         stream of several prompts.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -245,11 +244,11 @@ class _Generator(ABC):
 
 
 class MIIPipeline(_Generator):
-    """A model in this process, or in all processes of the job, which make the same calls."""
+    """A model in this process, or over all processes of the job, which must make the same calls."""
 
     def __init__(self, config: ModelConfig, tensor_parallel: int | None = None, all_rank_output: bool = False) -> None:
-        """tensor_parallel: the processes that the model is cut over; None: those that a launcher started. all_rank_output: all of
-        them get the answers, else rank 0. Raises as `slipstream.init_inference`."""
+        """tensor_parallel: the number of processes over which the model is split; None: those that a launcher started.
+        all_rank_output: all processes get the answers, else only rank 0. Raises as `slipstream.init_inference`."""
         self.config, self._all_output = config, all_rank_output
         if tensor_parallel != 1:  # one process needs no others
             init_distributed(verbose=False)
@@ -268,8 +267,7 @@ class MIIPipeline(_Generator):
     def generate(
         self, prompts: str | Sequence[str], streaming_fn: Callable[[list[Response]], object] | None = None, **settings: Any
     ) -> list[Response]:
-        """As `_Generator.generate`. Over several processes collective: rank 0 streams, and the others return [], unless
-        all_rank_output."""
+        """As `_Generator.generate`. Collective over processes: rank 0 streams; the others return [] unless all_rank_output."""
         compute = partial(super().generate, prompts, streaming_fn, **settings)
         if self._leader is None:
             return compute()
@@ -277,7 +275,7 @@ class MIIPipeline(_Generator):
         return found if self._leader.leads or self._all_output else []
 
     def destroy(self) -> None:
-        """Free the model; of several processes, the others wait for rank 0."""
+        """Free the model; with several processes, the others wait for rank 0."""
         self._open.close()
 
     def _answers(self, prompts: list[str], params: GenerateParams) -> list[Response]:
@@ -305,13 +303,13 @@ def _joined(prompt: str, parts: Sequence[Response], params: GenerateParams) -> R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A server, as its file has it."""
+    """A server, as described in its file."""
 
     name: str
     url: str
     key: str  # clients send it
     pid: int
-    started: str  # of the process, in ticks since the machine's start: tells it from a later one with its number
+    started: str  # start of the process in ticks since boot; distinguishes it from a later process with the same pid
     model: ModelConfig
 
     @classmethod
@@ -335,13 +333,13 @@ class Deployment:
 
 
 class MIIClient(_Generator):
-    """A deployment, from this or another process."""
+    """A deployment, started by this or another process."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment, self.config = deployment, deployment.model
 
     def terminate_server(self) -> None:
-        """End the deployment once its requests are finished. Any client can."""
+        """End the deployment once its requests are finished. Any client can do so."""
         if self.deployment.runs():
             os.kill(self.deployment.pid, signal.SIGTERM)
             _wait(lambda: not self.deployment.runs(), _STOP_S, f"the server of {self.deployment.name} does not end")
@@ -397,9 +395,10 @@ class MIIClient(_Generator):
 
 
 def pipeline(model_name_or_path: str = "", model_config: Mapping[str, Any] | None = None, **options: Any) -> MIIPipeline:
-    """Open a model in this process, or in those that a launcher has started. `ModelConfig` and `MIIPipeline` list the options.
+    """Open a model in this process, or over the processes that a launcher has started. `ModelConfig` and `MIIPipeline` list the
+    options.
 
-    Raises UnknownArgument for others, ValueError for those of features that are missing."""
+    Raises UnknownArgument for other options, and ValueError for options of missing features."""
     config, own = ModelConfig.of(model_name_or_path, [model_config or {}, options], _OF_PIPELINES)
     return MIIPipeline(config, **own)
 
@@ -410,10 +409,10 @@ def serve(
     mii_config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> MIIClient:
-    """Start a server of a model, which outlives this process, and wait until it answers.
+    """Start a server for a model and wait until it answers. The server outlives this process.
 
-    Beside those of `ModelConfig`: deployment_name (default: the model's, with -mii-deployment), port_number (default: a free one);
-    tensor_parallel or replica_num: the processes that one model is cut over, or that have one each.
+    Options beside those of `ModelConfig`: deployment_name (default: the model's, with -mii-deployment), port_number (default: a
+    free one); tensor_parallel or replica_num: the number of processes that split one model, or hold one each.
 
     Raises as `pipeline`, and ServerError if the server does not start or the name is taken.
     """
@@ -434,7 +433,7 @@ def serve(
 
 
 def client(model_or_deployment_name: str) -> MIIClient:
-    """A client of a deployment, by its name or its model's. Raises DeploymentNotFoundError if none runs."""
+    """A client of a deployment, by its name or its model's. Raises DeploymentNotFoundError if none is running."""
     for name in (model_or_deployment_name, _default_name(model_or_deployment_name)):
         if _NAME.fullmatch(name) and (deployment := Deployment.read(name)) is not None:
             return MIIClient(deployment)
@@ -454,7 +453,7 @@ def _start(name: str, config: ModelConfig, port: int, more: Sequence[str]) -> De
         (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
-    # Not by `subprocess`, which wants to see the end of it; in a session of its own, so that Ctrl-C here does not reach it.
+    # Not by `subprocess`, which expects to wait for its end. It has its own session, so that Ctrl-C here does not reach it.
     pid = os.posix_spawn(sys.executable, command, os.environ | {"SLIPSTREAM_API_KEYS": key}, file_actions=files, setsid=True)
 
     def address() -> str | None:
@@ -473,7 +472,7 @@ def _start(name: str, config: ModelConfig, port: int, more: Sequence[str]) -> De
 
 
 def _wait(ready: Callable[[], Any], seconds: float, failure: str) -> Any:
-    """The first true result of `ready`. Raises ServerError after `seconds`."""
+    """Return the first true result of `ready`. Raises ServerError after `seconds`."""
     until = time.monotonic() + seconds
     while not (result := ready()):
         if time.monotonic() > until:
@@ -483,9 +482,9 @@ def _wait(ready: Callable[[], Any], seconds: float, failure: str) -> Any:
 
 
 def _start_of(pid: int) -> str | None:
-    """The start of a process in ticks since the machine's; None if it has ended."""
+    """The start of a process in ticks since boot; None if it has ended."""
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)  # an ended child of this process stays until it is waited for
+        os.waitpid(pid, os.WNOHANG)  # an ended child of this process remains until it is waited for
     try:
         facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -502,7 +501,7 @@ def _file(name: str) -> Path:
 
 
 def _folder() -> Path:
-    """Of deployments, which only this user can read. Raises MIIError if it is another's."""
+    """The folder of deployments, which only this user can read. Raises MIIError if it belongs to another user."""
     folder = Path(tempfile.gettempdir()) / f"slipstream-mii-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()

@@ -39,7 +39,7 @@ def serve(package: str) -> None:
 
 
 def refuse_mixture(folders: Sequence[str]) -> None:
-    """Raise ImportError if the package's folders contain files of the original DeepSpeed, or its metadata are the original's."""
+    """Raise ImportError if the package's folders contain files of the original DeepSpeed, or if its metadata is the original's."""
     strangers = [str(Path(folder) / name) for folder in folders for name in sorted(os.listdir(folder)) if name not in OURS]
     try:
         installed = version("deepspeed")
@@ -61,7 +61,7 @@ class _Finder(MetaPathFinder, Loader):
             return None
         if fullname.endswith(".__main__") and fullname.removesuffix(".__main__") in RUN:
             return ModuleSpec(fullname, self, origin=fullname.removesuffix(".__main__"))  # sys.argv[0]
-        # importlib.util.find_spec, which asks whether there is a module, gets None for one that has no names
+        # importlib.util.find_spec, which checks whether a module exists, gets None for a module without names
         imports = sys._getframe(2).f_code.co_name != "find_spec"
         if fullname in MODULES or (imports and _why_not(fullname, "*") is not None):
             return ModuleSpec(fullname, self, is_package=True)
@@ -91,14 +91,14 @@ def _fill(module: ModuleType) -> None:
     filled.__getattr__ = partial(_find, module)
     filled.__dir__ = lambda: sorted({*vars(module), *names, *below})
     filled.__all__ = names
-    # `deepspeed.utils.z3_leaf_module` is both a module to import and a function that is an attribute
+    # `deepspeed.utils.z3_leaf_module` is both an importable module and a function as an attribute
     for name in sorted({*names} & {*below}):
         importlib.import_module(f"{module.__name__}.{name}")
         delattr(module, name)
 
 
 def _why_not(module: str, name: str) -> str | None:
-    """Why a name of a module is missing: its own reason, or that of the whole module or of a parent package."""
+    """Why a module's name is missing: its own reason, or that of the whole module or of a parent package."""
     reasons = MISSING.get(module, {})
     package = module.rpartition(".")[0]
     return reasons.get(name) or reasons.get("*") or (_why_not(package, "*") if package else None)

@@ -1,7 +1,7 @@
 """`deepspeed.moe`: the layer with DeepSpeed's gates and capacities, and its functions on parameter groups.
 
-The gate is DeepSpeed's, with random draws in an order of our own. Routes over the capacity are dropped before the tokens travel, so
-nothing is padded. Experts are stacked: their parameters have the names of one expert and a leading dimension.
+The gate is DeepSpeed's, except that random draws have their own order. Routes over the capacity are dropped before tokens are sent,
+so nothing is padded. Experts are stacked: their parameters have the names of one expert, and a leading dimension.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GROUP_NUMEL = 178956971  # DeepSpeed's largest group
 
 
 class TopKGate(nn.Module):
-    """DeepSpeed's gate: the router's weight is `wg.weight`; it computes in fp32."""
+    """DeepSpeed's gate. The router's weight is `wg.weight`; the gate computes in fp32."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TopKGate(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether routing in training draws random numbers: the ranks of a replica need the same ones."""
+        """Whether routing in training draws random numbers, which must then be equal on the ranks of a replica."""
         sampled = (self.use_rts and self.drop_tokens) if self.k == 1 else self.k == 2 and self.top2_2nd_expert_sampling
         return sampled or self.noisy_gate_policy in ("Jitter", "RSample")
 
@@ -80,7 +80,7 @@ class TopKGate(nn.Module):
 
 
 class MOELayer(nn.Module):
-    """A gate and the experts behind it."""
+    """A gate and its experts."""
 
     def __init__(self, gate: TopKGate, experts: Experts) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class MOELayer(nn.Module):
 
     @property
     def l_aux(self) -> Tensor | None:
-        """The loss of the last call: with its graph until a backward or step, without it after that."""
+        """The auxiliary loss of the last call: with its graph until the next backward or step, then without it."""
         return self.meter.kept_loss
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None, meanwhile: Meanwhile = ()) -> tuple[Tensor, Tensor]:
@@ -108,9 +108,9 @@ class MOELayer(nn.Module):
 class MoE(nn.Module):
     """DeepSpeed's layer: `expert` is copied `num_experts` times; returns (output, l_aux, exp_counts).
 
-    use_tutel chooses kernels in DeepSpeed, and has no effect here. With enable_expert_tensor_parallelism, experts are sliced: the
-    caller has done it over the ranks of an mpu, by Megatron's marks, or tensor_parallel.partition_config names their layers;
-    `initialize` raises ValueError if neither is so.
+    use_tutel selects kernels in DeepSpeed and has no effect here. With enable_expert_tensor_parallelism, experts are sliced: either
+    the caller has sliced them over the ranks of an mpu, with Megatron's marks, or tensor_parallel.partition_config names their
+    layers. Otherwise `initialize` raises ValueError.
     """
 
     def __init__(
@@ -169,25 +169,25 @@ class MoE(nn.Module):
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether a model has a layer of experts, and the number of experts of the first one."""
+    """Whether a model has an expert layer, and the number of experts of the first one."""
     layers = (layer for layer in cast(Any, m.modules()) if isinstance(layer, Experts | ListedExperts) or is_foreign(layer))
     numbers: list[int] = [layer.num_experts for layer in layers]
     return bool(numbers), numbers[0] if numbers else 0
 
 
 def is_moe_param(param: Any) -> bool:
-    """Whether a parameter is an expert's of `MoE`, or in an engine one of transformers' or of a list that is split."""
+    """Whether a parameter belongs to an expert of `MoE` or, in an engine, to a split expert of transformers or of a list."""
     return getattr(param, "allreduce", True) is False
 
 
 def split_params_into_shared_and_expert_params(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """The parameters that are no experts', and those that are."""
+    """The parameters that belong to no expert, and those that do."""
     params = list(params)
     return [param for param in params if not is_moe_param(param)], [param for param in params if is_moe_param(param)]
 
 
 def split_params_grads_into_shared_and_expert_params(group: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of the parameters that are no experts', and of those that are."""
+    """The gradients of the parameters that belong to no expert, and of those that do."""
     shared, experts = split_params_into_shared_and_expert_params(param for param in group if param.grad is not None)
     return [param.grad for param in shared], [param.grad for param in experts]
 
@@ -201,7 +201,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 ) -> list[dict[str, Any]]:
     """Move experts' parameters into groups of their own, with `moe: True` and the name of their expert-parallel group.
 
-    max_group_size: elements of a group of experts; None: one group for each name. Here nothing needs these groups.
+    max_group_size: elements per group of experts; None: one group per name. Slipstream does not need these groups.
     """
     if isinstance(param_groups, dict):
         groups = [param_groups]
@@ -225,7 +225,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """Groups for parameters, or for groups without experts' groups; groups that have these stay as they are."""
+    """Groups for parameters, or for groups that have no expert groups yet; others are returned unchanged."""
     assert isinstance(model_parameters, list), "model_parameters must be a list"
     for each in model_parameters:
         if not isinstance(each, (torch.Tensor, dict)):

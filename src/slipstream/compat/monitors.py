@@ -1,4 +1,4 @@
-"""DeepSpeed's monitors: `MonitorMaster`, of which `engine.monitor` is one, and each backend by itself, with its block's values."""
+"""DeepSpeed's monitors: `MonitorMaster`, the class of `engine.monitor`, and each backend separately, with its block's values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class MonitorMaster(Monitors):
 
     @property
     def tb_monitor(self) -> Tensorboard | None:
-        """Its `summary_writer` takes images, sounds and texts; None on other ranks, and if it is off or could not be opened."""
+        """Its `summary_writer` takes images, sounds and texts. None on other ranks, and if it is off or could not be opened."""
         return next((backend for backend in self.backends if isinstance(backend, Tensorboard)), None)
 
 
 class _OneMonitor(Monitors):
-    """Made of a block of a `DeepSpeedMonitorConfig`. Rank 0 writes. Raises ValueError for a missing package."""
+    """Created from one block of a `DeepSpeedMonitorConfig`. Rank 0 writes. Raises ValueError for a missing package."""
 
     block: ClassVar[str]
 
@@ -31,7 +31,7 @@ class _OneMonitor(Monitors):
         super().__init__(makers_on_first({self.block: dict(config)}))
 
     def write_events(self, events: Sequence[tuple[str, Any, int]], flush: bool = True) -> None:
-        """As `Monitors.write_events`: a thread writes and flushes within seconds, whatever `flush` says."""
+        """As `Monitors.write_events`: a thread writes and flushes within seconds, regardless of `flush`."""
         super().write_events(events)
 
     @property

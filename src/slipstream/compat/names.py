@@ -1,17 +1,17 @@
 """Tables of DeepSpeed 0.19.8's names: where each is implemented, and what is missing and why.
 
-docs/DEEPSPEED_KEYS.md contains these tables; a test compares them and imports every name. docs/COMING_FROM_DEEPSPEED.md has what
-behaves differently.
+docs/DEEPSPEED_KEYS.md contains these tables; a test compares them and imports every name. docs/COMING_FROM_DEEPSPEED.md describes
+differences in behavior.
 
-[Note: Rows] A text has a row per line; lines that begin with spaces go on with it. Modules of DeepSpeed are without "deepspeed.",
-but for itself, and those of Slipstream likewise; "-" stands for nothing.
+[Note: Rows] A text has one row per line; a line that begins with spaces continues the row. Modules of DeepSpeed are written without
+"deepspeed.", except the package itself; modules of Slipstream likewise. "-" stands for nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# A module of DeepSpeed, the module of Slipstream that has its names ("-": the package), and the names
+# Rows: a module of DeepSpeed, the module of Slipstream that has its names ("-": the package), and the names
 _SERVED = """
 deepspeed parallel.module: DualPipeVModule PipelineModule
 deepspeed compat.engine: DeepSpeedConfigError DeepSpeedEngine PipelineEngine initialize
@@ -173,7 +173,7 @@ env_report compat.launcher: report
 checkpoint.ds_to_universal compat.universal: main parse_arguments
 """
 
-# A module of the table above, and its other paths
+# Rows: a module of the table above, and its other paths
 _ALIASES = """
 runtime.zero: zero runtime.zero.tiling runtime.zero.mics runtime.zero.partition_parameters runtime.zero.utils
 runtime.activation_checkpointing.checkpointing: checkpointing
@@ -202,7 +202,7 @@ runtime.rollout: runtime.rollout.base runtime.rollout.distillation runtime.rollo
 runtime.zero.config: runtime.zero.offload_config
 """
 
-# What is missing: all other names of a module, MODULE/NAME, or METHOD() of the engine; why, and what to do
+# What is missing. Rows: all other names of a module, MODULE/NAME, or METHOD() of the engine; the reason, and an alternative
 _MISSING = """
 runtime.zero/TiledLinearReturnBias: a tiled linear layer that returns its bias; TiledLinear adds it
 runtime.zero/MiCS_Optimizer runtime.zero/MiCS_Offload runtime.zero.mics_utils: the MiCS classes; set
@@ -264,8 +264,8 @@ get_optimizer_configuration(): DeepSpeed's choice of an optimizer class; use typ
 collect_python_gc(): control of Python's garbage collector; call gc.collect()
 """
 
-# Names of the config's values, or DeepSpeed's defaults: whose (A: attributes of DeepSpeedConfig; M: methods of the engine), the
-# prefixes of names and of keys, and what follows both; NAME=KEY where they differ, and BLOCK{} for a block as a dictionary
+# Names of the config's values, or of DeepSpeed's defaults. Rows: the owner (A: attributes of DeepSpeedConfig; M: methods of the
+# engine), the prefixes of names and of keys, and the common ends; NAME=KEY if they differ, and BLOCK{} for a block as a dictionary
 _VALUES = """
 AM - - zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown gradient_predivide_factor log_level
     optimizer_legacy_fusion=optimizer.legacy_fusion tensor_parallel_config=tensor_parallel
@@ -306,7 +306,7 @@ M - - checkpoint_serialization_enabled=checkpoint.checkpoint_serialization autot
 
 
 def _rows(text: str) -> list[list[str]]:
-    """Of each row the words before the first colon, and what follows it; without a colon, the words. See [Note: Rows]."""
+    """For each row, the words before the first colon and the text after it; without a colon, the words ([Note: Rows])."""
     rows = (row.partition(": ") for row in text.strip().replace("\n    ", " ").splitlines())
     return [[*before.split(), *([after] if colon else [])] for before, colon, after in rows]
 
@@ -343,7 +343,7 @@ for *_places, _why in _rows(_MISSING):
         else:
             MISSING.setdefault(_whole(_module), {})[_name or "*"] = _why
 
-CONFIG_ATTRIBUTES, CONFIG_GETTERS = _named("A"), _named("M")  # of DeepSpeedConfig, methods of the engine -> the key
+CONFIG_ATTRIBUTES, CONFIG_GETTERS = _named("A"), _named("M")  # attribute of DeepSpeedConfig -> key; method of the engine -> key
 # methods of the engine that return the attribute of DeepSpeedConfig
 CONFIG_METHODS = """optimizer_params scheduler_name scheduler_params torch_autocast_enabled checkpoint_tag_validation_enabled
 checkpoint_tag_validation_fail""".split()  # noqa: SIM905
@@ -356,5 +356,5 @@ RUN: Mapping[str, str] = {
     "deepspeed.checkpoint.ds_to_universal": "slipstream.compat.universal:main",
 }
 
-# module -> the module that has its other names
+# module -> the module that provides its other names
 BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}

@@ -65,8 +65,8 @@ def _fused(kernel: Callable[..., None], arguments: str) -> Callable[..., None]:
 def _updates(
     name: str, kernel: Callable[..., None], arguments: str, kept: Callable[[Sequence[Any]], dict[str, Any]] = lambda values: {}
 ) -> Callable[[], dict[str, Any]]:
-    """In-place steps by an optimizer's number: create_NAME, NAME_update, destroy_NAME. Each update has the hyperparameters but for
-    `kept`, those of the values that `create` gets."""
+    """In-place steps of numbered optimizers: create_NAME, NAME_update, destroy_NAME. `kept` selects hyperparameters from the values
+    that `create` gets; each update passes the others."""
 
     def functions() -> dict[str, Any]:
         created: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer classes: calls make torch's and Slipstream's optimizers from DeepSpeed's arguments.
+"""DeepSpeed's optimizer classes. Calling one creates an optimizer of torch or Slipstream from DeepSpeed's arguments.
 
 `isinstance(x, DeepSpeedCPUAdam)` is true for torch's Adam and AdamW, and so on. Parameter groups are not copied: accelerate passes
 the groups of another optimizer, whose scheduler continues to set their learning rates.
@@ -15,7 +15,7 @@ import torch
 from slipstream import optim
 from slipstream.optim.resolve import say_no_effect
 
-# Of all classes, by argument; some have others.
+# argument -> default of all classes; some classes have others.
 _DEFAULTS: Mapping[str, Any] = {
     "deepspeed": None,
     "lr": 1e-3,
@@ -71,7 +71,7 @@ _ONE_BIT = (
 class _Row(NamedTuple):
     make: Callable[..., torch.optim.Optimizer]
     arguments: str  # DeepSpeed's, in order; the first are the parameters
-    text: str  # of the class
+    text: str  # docstring of the class
     refused: tuple[_Refused, ...] = ()
     defaults: Mapping[str, Any] = {}
 
@@ -82,7 +82,7 @@ class _Row(NamedTuple):
 
 
 class _Stand(type):
-    """A class whose instances are optimizers of the classes of its row."""
+    """A class whose instances are the optimizers of its row's classes."""
 
     row: _Row
     __signature__: inspect.Signature

@@ -1,4 +1,4 @@
-"""Classes that DeepSpeed's pickles name, for `torch.load` and for scripts that pass them to `torch.serialization.add_safe_globals`.
+"""Classes named in DeepSpeed's pickles, for `torch.load` and for scripts that pass them to `torch.serialization.add_safe_globals`.
 
 A pickle names a class by its module, so `__module__` is DeepSpeed's. An engine's own loss scale is in `engine.precision.scaler`.
 """
@@ -30,14 +30,14 @@ class LossScaler:
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> None:
-        """A static scale stays."""
+        """A no-op: the scale is static."""
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that is halved after `delayed_shift` steps that overflowed, and doubled after `scale_window` that did not.
+    """A loss scale that is halved after `delayed_shift` overflowing steps, and doubled after `scale_window` steps without overflow.
 
-    consecutive_hysteresis  a step without overflow restores all of `delayed_shift`; otherwise only a doubling does
-    `update_scale` raises OverflowError at `min_scale`, unless `raise_error_at_min_scale` is false.
+    consecutive_hysteresis  a step without overflow restores all of `delayed_shift`; otherwise only a doubling does `update_scale`
+    raises OverflowError at `min_scale`, unless `raise_error_at_min_scale` is false.
     """
 
     dynamic = True
@@ -79,7 +79,7 @@ class DynamicLossScaler(LossScaler):
 
 @dataclass
 class fragment_address:
-    """The elements of a flat buffer that a parameter has there."""
+    """The range of a parameter in a flat buffer."""
 
     numel: int
     start: int

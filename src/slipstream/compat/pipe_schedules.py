@@ -70,7 +70,7 @@ class PipeSchedule(ABC):
         """Yield the instructions of each step."""
 
     def num_pipe_buffers(self) -> int:
-        """The buffers that the stage needs."""
+        """The number of buffers that the stage needs."""
         return self.micro_batches
 
     def __iter__(self) -> PipeSchedule:
@@ -89,7 +89,7 @@ class PipeSchedule(ABC):
         return 0 <= stage_id < self.stages
 
     def _buffer_idx(self, micro_batch_id: int) -> int:
-        """The buffer of a micro-batch: each in turn."""
+        """The buffer of a micro-batch: buffers take turns."""
         assert self._valid_micro_batch(micro_batch_id)
         return micro_batch_id % self.num_pipe_buffers()
 
@@ -107,7 +107,7 @@ class DataParallelSchedule(PipeSchedule):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forwards only: stage s runs micro-batch t - s in step t, and sends the one before it."""
+    """Forwards only: in step t, stage s runs micro-batch t - s and sends the one before it."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for t in range(self.micro_batches + self.stages - 1):
@@ -118,7 +118,7 @@ class InferenceSchedule(PipeSchedule):
                 exchange.append(RecvActivation(current))
             if self._valid_micro_batch(micro - 1) and not self.is_last_stage:
                 exchange.append(SendActivation(other))
-            if self.stage_id % 2 == 0:  # neighbors meet: one sends first, the other receives first
+            if self.stage_id % 2 == 0:  # neighbors match: one sends first, the other receives first
                 exchange.reverse()
             load = [LoadMicroBatch(current)] if runs and (self.is_first_stage or self.is_last_stage) else []
             yield [*load, *exchange, *([ForwardPass(current)] if runs else [])]
@@ -128,7 +128,7 @@ class InferenceSchedule(PipeSchedule):
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B. Stage s of p has the forward of micro-batch k in step 2k + s, its backward in step 2k + 2p - 1 - s."""
+    """1F1B. Stage s of p runs the forward of micro-batch k in step 2k + s, and its backward in step 2k + 2p - 1 - s."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         total = 2 * (self.micro_batches + self.stages - 1)
@@ -148,15 +148,15 @@ class TrainSchedule(PipeSchedule):
             yield step
 
     def _of(self, micro: int, kind: type[BufferOpInstruction]) -> list[BufferOpInstruction]:
-        """The instruction for a micro-batch; none outside of the batch."""
+        """The instruction for a micro-batch; none for a number outside the batch."""
         return [kind(self._buffer_idx(micro))] if self._valid_micro_batch(micro) else []
 
     def num_pipe_buffers(self) -> int:
-        """As many as the stage has micro-batches between forward and backward, at least two."""
+        """The number of micro-batches that the stage has between forward and backward, at least two."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
-        """The micro-batch of a step, which may be outside of the batch, and whether it is a forward."""
+        """The micro-batch of a step, which may be outside the batch, and whether the step is a forward."""
         if step_id % 2 == self.stage_id % 2:
             return (step_id - self.stage_id) // 2, True
         return (step_id + self.stage_id + 1) // 2 - self.stages, False

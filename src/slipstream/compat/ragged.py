@@ -1,7 +1,7 @@
 """`deepspeed.inference.v2`: an engine without a scheduler. The caller composes each forward from parts of sequences (`put`), asks
-before what fits (`query`, `can_schedule`), and says when a sequence ends (`flush`).
+in advance what fits (`query`, `can_schedule`), and ends sequences (`flush`).
 
-It drives a `core.Runner` over its paged cache. A sequence is a `core.Request` whose tokens are all computed; its logits have the
+It drives a `core.Runner` over its paged cache. A sequence is a `core.Request` whose tokens are all computed. Its logits have the
 same bits in every batch and for every split of its tokens (docs/ARCHITECTURE.md, "Batch invariance").
 """
 
@@ -32,7 +32,7 @@ from slipstream.world.watch import PeerLostError
 
 logger = logging.getLogger(__name__)
 
-_MODEL_CONFIG = "ds_model_config.pkl"  # in folders that DeepSpeed's `serialize` wrote
+_MODEL_CONFIG = "ds_model_config.pkl"  # in folders written by DeepSpeed's `serialize`
 
 
 class AllocationMode(StrEnum):
@@ -41,7 +41,7 @@ class AllocationMode(StrEnum):
 
 
 class MemoryConfig(DeepSpeedConfigModel):
-    """The size of the cache: what leaves `size` bytes of memory free, or `size` blocks of 16 tokens."""
+    """The size of the cache: whatever leaves `size` bytes of memory free, or `size` blocks of 16 tokens."""
 
     mode: AllocationMode = AllocationMode.RESERVE
     size: PositiveInt = 1_000_000_000
@@ -51,8 +51,8 @@ class DSStateManagerConfig(DeepSpeedConfigModel):
     """Limits of the engine. `max_context` is lowered to the model's."""
 
     max_tracked_sequences: PositiveInt = 2048
-    max_ragged_batch_size: PositiveInt = 768  # tokens of a forward
-    max_ragged_sequence_count: PositiveInt = 512  # sequences of a forward
+    max_ragged_batch_size: PositiveInt = 768  # tokens per forward
+    max_ragged_sequence_count: PositiveInt = 512  # sequences per forward
     max_context: PositiveInt = 8192
     memory_config: MemoryConfig = Field(default_factory=MemoryConfig)
     offload: bool = False
@@ -71,13 +71,13 @@ class DSStateManagerConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
-    """The processes of the job, which all make the same calls; `tp_size` of them cut the model."""
+    """The processes of the job, which all make the same calls; `tp_size` of them split the model."""
 
     tp_size: PositiveInt = 1
 
 
 class QuantizationConfig(DeepSpeedConfigModel):
-    """`quantization_mode`: int8 or int4, of the weights; None: as they are stored."""
+    """`quantization_mode`: int8 or int4, of the weights; None: as stored."""
 
     quantization_mode: str | None = None
 
@@ -95,7 +95,7 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
 
 
 class SchedulingResult(Enum):
-    """What `can_schedule` says of a forward."""
+    """The result of `can_schedule` for a forward."""
 
     Success = 0
     EngineSequenceLimitExceeded = 1  # more than max_tracked_sequences would be unflushed
@@ -112,9 +112,9 @@ class SchedulingError(RuntimeError):
 
 
 class InferenceEngineV2:
-    """Computes forwards of a decoder over a paged cache. Not for several threads at once.
+    """Computes forwards of a decoder over a paged cache. Not thread-safe.
 
-    Over several processes, all make the same calls and get the same logits; the end of rank 0's engine ends the others'."""
+    With several processes, all make the same calls and get the same logits. The end of rank 0's engine ends the others."""
 
     n_kv_cache_groups = 1
 
@@ -143,7 +143,7 @@ class InferenceEngineV2:
         self._leader: Leader | None = None
         opens = open_runner if self.config.tensor_parallel.tp_size == 1 else self._cut
         self._runner = opens(model, sizes, dtype=mode or dtype, device=device)
-        self.max_context = min(self._runner.short_context, limits.max_context)  # keys and values are never computed anew
+        self.max_context = min(self._runner.short_context, limits.max_context)  # keys and values are never recomputed
         self._pool = BlockPool(self._runner.num_blocks, self._runner.block_size)
         self._sequences: dict[int, Request] = {}
         tokens = self._pool.num_blocks * self._pool.block_size
@@ -173,18 +173,18 @@ class InferenceEngineV2:
         return torch.tensor([self._pool.num_free])
 
     def put(self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor | Sequence[int]], do_checks: bool = True) -> Tensor:
-        """Append tokens [any number] to each of the sequences, which an unknown uid begins, in one forward. A new sequence takes
-        keys and values from one that begins with the same tokens.
+        """Append tokens to each of the sequences in one forward; an unknown uid begins a sequence. A new sequence reuses keys and
+        values of one that begins with the same tokens.
 
         Returns fp32 [sequences, vocab] on the runner's device: the logits after each sequence's last token. Raises SchedulingError
-        if blocks or context do not suffice, and with `do_checks` or several processes if a limit of the config is exceeded;
-        ValueError for a uid that is given twice, for no tokens and for tokens beyond the vocabulary. After an error all sequences
-        are as before.
+        if blocks or context do not suffice and, with `do_checks` or several processes, if a limit of the config is exceeded. Raises
+        ValueError for a repeated uid, for no tokens, and for tokens beyond the vocabulary. After an error all sequences are
+        unchanged.
         """
         uids, parts = list(batch_uids), [self._ids(tokens) for tokens in batch_tokens]
         if len(uids) != len(parts):
             raise ValueError(f"put() of {len(uids)} uids and {len(parts)} lists of tokens; give one list for each uid")
-        checks = do_checks or self._leader is not None  # whose memory holds max_ragged_batch_size tokens
+        checks = do_checks or self._leader is not None  # its memory holds max_ragged_batch_size tokens
         result = self._schedulable(uids, [len(part) for part in parts], self.config.state_manager if checks else None)
         if result is not SchedulingResult.Success:
             raise SchedulingError(result)
@@ -225,8 +225,8 @@ class InferenceEngineV2:
         return ids
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: int | Tensor) -> tuple[int, int]:
-        """How many of `max_request_tokens` more tokens of a sequence fit `max_request_blocks` more blocks and the context, and how
-        many blocks they need. (0, 0) for a new sequence when max_tracked_sequences are unflushed."""
+        """How many of `max_request_tokens` more tokens of a sequence fit into `max_request_blocks` more blocks and the context, and
+        how many blocks they need. (0, 0) for a new sequence when max_tracked_sequences are unflushed."""
         request = self._sequences.get(uid)
         if request is None and len(self._sequences) == self.config.state_manager.max_tracked_sequences:
             return 0, 0
@@ -236,7 +236,7 @@ class InferenceEngineV2:
         return tokens, max(0, self._pool.num_needed(seen + tokens) - held)
 
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
-        """Whether `put` can append so many tokens to each of the sequences. Raises ValueError as `put`."""
+        """Whether `put` can append these numbers of tokens to the sequences. Raises ValueError as `put`."""
         return self._schedulable(list(uids), list(lengths), self.config.state_manager)
 
     def _schedulable(self, uids: list[int], lengths: list[int], limits: DSStateManagerConfig | None) -> SchedulingResult:
@@ -281,7 +281,7 @@ class InferenceEngineV2:
 def build_hf_engine(
     path: str | os.PathLike[str], engine_config: RaggedInferenceEngineConfig | None = None, debug_level: int = logging.INFO
 ) -> InferenceEngineV2:
-    """An engine of a Hugging Face folder. `debug_level` is that of this module's logger. Raises as `slipstream.init_inference`."""
+    """An engine for a Hugging Face folder. `debug_level`: of this module's logger. Raises as `slipstream.init_inference`."""
     logger.setLevel(debug_level)
     if os.path.exists(os.path.join(path, _MODEL_CONFIG)):
         raise ValueError(

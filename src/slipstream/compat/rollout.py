@@ -1,7 +1,7 @@
-"""DeepSpeed's hybrid engine by name: `DeepSpeedHybridEngine`, the rollouts of `deepspeed.runtime.rollout` over it, and what
-distillation on a model's own answers makes of a rollout.
+"""DeepSpeed's hybrid engine by name: `DeepSpeedHybridEngine`, the rollouts of `deepspeed.runtime.rollout` over it, and the losses
+and targets for distillation on a model's own answers.
 
-A rollout's prompts are padded on the left, its answers on the right, so that all answers begin at the same column.
+A rollout's prompts are padded on the left and its answers on the right, so that all answers begin at the same column.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
-    """What `deepspeed.initialize` returns with `hybrid_engine.enabled`. `generate` is that of `hybrid.Rollouts`.
+    """The class that `deepspeed.initialize` returns with `hybrid_engine.enabled`. `generate` is that of `hybrid.Rollouts`.
 
-    From one `eval()` to the next it takes the times of an iteration, which rank 0 logs.
+    It measures the times of an iteration, from one `eval()` to the next; rank 0 logs them.
     """
 
-    _t_start: float | None = None  # of the last eval(), perf_counter
-    _iters = 0  # from an eval() to the next
-    _total_latency = 0.0  # seconds of these
+    _t_start: float | None = None  # perf_counter of the last eval()
+    _iters = 0  # iterations, each from an eval() to the next
+    _total_latency = 0.0  # seconds of all iterations
     _training_latency = 0.0  # seconds from train() to step() since the last eval()
     _training_start_time: float | None = None
     is_lora_fused = False
@@ -75,11 +75,11 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             self._training_latency, self._training_start_time = self._training_latency + now - self._training_start_time, now
 
     def fuse_lora_weight(self) -> None:
-        """Add the adapters of PEFT and DeepSpeed-Chat to the weights, for forwards; `generate` has them anyway. Collective."""
+        """Add the adapters of PEFT and DeepSpeed-Chat to the weights, for forwards; `generate` includes them anyway. Collective."""
         self._merge("merge_adapter", "fuse_lora_weight", fused=True)
 
     def unfuse_lora_weight(self) -> None:
-        """Subtract what `fuse_lora_weight` has added, up to rounding. Collective."""
+        """Subtract what `fuse_lora_weight` added, up to rounding. Collective."""
         self._merge("unmerge_adapter", "unfuse_lora_weight", fused=False)
 
     def _merge(self, of_peft: str, of_layer: str, *, fused: bool) -> None:
@@ -93,11 +93,11 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self.is_lora_fused = fused
 
     def release_inference_cache(self) -> None:
-        """Free the memory of generation until the next `generate`, which is collective then."""
+        """Free the memory of generation until the next `generate`, which is then collective."""
         self._rollouts.release()
 
     def retake_inference_cache(self) -> None:
-        """Hand the current weights over now. Collective."""
+        """Hand over the current weights now. Collective."""
         self._rollouts.renew()
 
 
@@ -121,7 +121,7 @@ class RolloutConfig:
 
 @dataclass
 class HybridEngineRolloutConfig:
-    """enable_profiling: `get_last_profile`. The others have no effect: serving does these where it can."""
+    """enable_profiling: enables `get_last_profile`. The others have no effect: serving does these where it can."""
 
     use_graph_capture: bool = False
     enable_profiling: bool = False
@@ -133,7 +133,7 @@ class HybridEngineRolloutConfig:
 
 @dataclass
 class SamplingConfig:
-    """temperature 0 is greedy; top_k -1 or 0 are all tokens. continuous_batch_size: without effect, batches are continuous."""
+    """temperature 0 is greedy; top_k -1 or 0: all tokens. continuous_batch_size has no effect, because batches are continuous."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -156,11 +156,11 @@ class RolloutRequest:
 
 @dataclass
 class RolloutBatch:
-    """Prompts with their answers, each prompt's samples in a row."""
+    """Prompts with their answers; a prompt's samples are consecutive."""
 
     input_ids: Tensor  # [prompts x samples, tokens]
     attention_mask: Tensor
-    response_start_idx: Tensor  # [prompts x samples]: the column of the first token of an answer
+    response_start_idx: Tensor  # [prompts x samples]: the column of an answer's first token
 
     def __post_init__(self) -> None:
         _check_rows("input_ids", self.input_ids, attention_mask=self.attention_mask)
@@ -180,7 +180,7 @@ class RolloutBatch:
 
 
 class RolloutEngine(ABC):
-    """Answers prompts with a model that trains."""
+    """Answers prompts with a model that is being trained."""
 
     name = "base"
 
@@ -190,10 +190,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def sync_weights(self, step: int) -> None:
-        """Hand the current weights over. Collective. step: of the training, for logs."""
+        """Hand over the current weights. Collective. step: of the training, for logs."""
 
     def shutdown(self) -> None:  # noqa: B027 (optional for engines that hold nothing)
-        """Free what the rollouts have."""
+        """Free the memory of the rollouts."""
 
 
 class HybridEngineRollout(RolloutEngine):
@@ -202,7 +202,7 @@ class HybridEngineRollout(RolloutEngine):
     name = "hybrid_engine"
 
     def __init__(self, engine: Any, tokenizer: Any, cfg: Any = None) -> None:
-        """tokenizer: gives `pad_token_id` and `eos_token_id`. cfg: any object with attributes of `HybridEngineRolloutConfig`.
+        """tokenizer: has `pad_token_id` and `eos_token_id`. cfg: any object with attributes of `HybridEngineRolloutConfig`.
 
         Raises ValueError if the tokenizer has neither, or for an engine without `hybrid_engine.enabled`."""
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -219,7 +219,7 @@ class HybridEngineRollout(RolloutEngine):
         self._pad: int = pad
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
-        """See `RolloutEngine.generate`. Collective after a step; a rank without prompts gives a request with none."""
+        """See `RolloutEngine.generate`. Collective after a step; a rank without prompts passes an empty request."""
         ids, mask, num = request.prompt_ids, request.prompt_attention_mask, sampling.n_samples_per_prompt
         settings: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
@@ -237,7 +237,7 @@ class HybridEngineRollout(RolloutEngine):
         rows = whole.shape[0]
         answers = whole[:, started:]
         ended = torch.zeros_like(answers) if end is None else (answers == end).long()
-        before = ended.cumsum(1) - ended  # end tokens before this one
+        before = ended.cumsum(1) - ended  # end tokens before each
         kept = mask.repeat_interleave(rows // max(len(mask), 1), 0) if rows else mask
         if self.enable_profiling:
             times = self._rollouts.times
@@ -263,7 +263,7 @@ class HybridEngineRollout(RolloutEngine):
 
 
 def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **unused: Any) -> RolloutEngine:
-    """The rollout that `rollout_cfg.engine` names; other arguments have no effect. Raises ValueError for others than
+    """Create the rollout that `rollout_cfg.engine` names; other arguments have no effect. Raises ValueError for names other than
     "hybrid_engine", or without the engine or the tokenizer."""
     if rollout_cfg.engine != HybridEngineRollout.name:
         raise ValueError(
@@ -290,16 +290,16 @@ def _check_rows(name: str, rows: Tensor, **masks: Tensor) -> None:
 
 @dataclass(frozen=True)
 class ResponseTokenBatch:
-    """What logits of `input_ids` predict, token by token, and which of that belongs to answers."""
+    """The targets that logits of `input_ids` predict, per token, and which of them belong to answers."""
 
     input_ids: Tensor  # [rows, tokens]
     attention_mask: Tensor
-    target_ids: Tensor  # [rows, tokens - 1]: what the logits of each token but the last predict
-    response_mask: Tensor  # bool, of target_ids: tokens of answers
+    target_ids: Tensor  # [rows, tokens - 1]: what the logits of each token except the last predict
+    response_mask: Tensor  # bool, like target_ids: tokens of answers
 
     @classmethod
     def from_rollout(cls, rollout: RolloutBatch) -> ResponseTokenBatch:
-        """Raises ValueError if an answer begins outside of 1 to the number of tokens."""
+        """Raises ValueError if an answer begins outside 1 to the number of tokens."""
         starts, width = rollout.response_start_idx, rollout.seq_len
         if bool(((starts < 1) | (starts > width)).any()):
             raise ValueError(f"response_start_idx is {starts.tolist()!s:.200}; each must be from 1 to {width}")
@@ -331,10 +331,10 @@ def generalized_jsd_loss(
 ) -> JSDLossOutput:
     """The generalized Jensen-Shannon divergence of two models on answers (Agarwal et al. 2024, arXiv:2306.13649).
 
-    Logits [rows, tokens, vocabulary], mask [rows, tokens]. With the mixture m = beta * teacher + (1 - beta) * student it is
-    beta * KL(teacher, m) + (1 - beta) * KL(student, m); beta 0 is KL(teacher, student), 1 is KL(student, teacher).
-    teacher_top_k: both distributions over the teacher's most likely tokens only. pointwise_clip: the most that one token of the
-    vocabulary adds. Raises ValueError for shapes and values that do not fit.
+    Logits [rows, tokens, vocabulary], mask [rows, tokens]. With the mixture m = beta * teacher + (1 - beta) * student it is beta *
+    KL(teacher, m) + (1 - beta) * KL(student, m); beta 0 is KL(teacher, student), 1 is KL(student, teacher). teacher_top_k: both
+    distributions cover only the teacher's most likely tokens. pointwise_clip: the most that one vocabulary entry adds. Raises
+    ValueError for inconsistent shapes and values.
     """
     fits = student_logits.shape == teacher_logits.shape and student_logits.dim() == 3
     if not fits or response_mask.shape != student_logits.shape[:2]:

@@ -45,7 +45,7 @@ def _momenta(name: str) -> Callable[[Any], list[tuple[float, float]]]:
 
 
 def _with_attributes(kind: Any, attributes: Mapping[str, Callable[[Any], Any]], **methods: Any) -> Any:
-    """Create a subclass of a schedule, with the same name and properties of DeepSpeed's names."""
+    """Create a subclass of a schedule, with the same name, and properties with DeepSpeed's names."""
 
     @functools.wraps(kind.__init__)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +91,7 @@ WarmupDecayLR = _with_attributes(schedules.WarmupDecayLR, _WARMUP)
 WarmupCosineLR = _with_attributes(
     schedules.WarmupCosineLR,
     {"org_lrs": lambda self: list(self.base_lrs)},
-    get_lr_ratio=lambda self: self.height(self.last_batch_iteration),  # the multiple of the optimizer's own rate
+    get_lr_ratio=lambda self: self.height(self.last_batch_iteration),  # multiple of the optimizer's own rate
 )
 _SERVED = {kind.__base__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 

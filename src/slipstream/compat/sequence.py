@@ -1,7 +1,7 @@
 """DeepSpeed's names for long sequences: `runtime.sequence_parallel.ulysses_sp` and `sequence.layer`, over slipstream.parallel.
 
-[Note: Groups before an engine] DeepSpeed's recipe makes the groups first and passes them as `mpu`. Its ranks are consecutive, as on
-the mesh, so `initialize` takes only their number from it.
+[Note: Groups before an engine] DeepSpeed's recipe creates the groups first and passes them as `mpu`. Its ranks are consecutive, as
+on the mesh, so `initialize` only takes their number from it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class UlyssesSPAttentionHF:
     ) -> SequenceGroups | None:
         """Return the groups, to be passed to `initialize(mpu=)`; None for size 1.
 
-        `micro_batch_size` and the lengths may be anything: no buffer depends on them. Raises ValueError for an attention that is
-        not served (eager) or not the model's, or disable_in_eval: sequences are shared in evaluation, too.
+        `micro_batch_size` and the lengths are ignored, because no buffer depends on them. Raises ValueError for an attention that
+        is not supported (eager) or not the model's, and for disable_in_eval, because sequences are also split in evaluation.
         """
         if sequence_parallel_size == 1:
             return None
@@ -80,7 +80,7 @@ class UlyssesSPAttentionHF:
 
 
 class UlyssesSPDataLoaderAdapter(SequenceShares):
-    """An iterator over shares of the batches of all ranks of a sequence axis."""
+    """An iterator over this rank's shares of the batches of all ranks of a sequence axis."""
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
         super().__init__(dl, sp_rank, sp_group, sp_world_size, device)
@@ -102,14 +102,14 @@ class UlyssesSPDataLoaderAdapter(SequenceShares):
 
 
 class DistributedAttention(nn.Module):
-    """Attention of any kind over whole sequences, from shares of them: `local_attention(query, key, value, *args, **kwargs)`.
+    """Any attention over whole sequences, given shares of them: `local_attention(query, key, value, *args, **kwargs)`.
 
-    scatter_idx, gather_idx  the dimensions of heads, 2, and of tokens, where `forward` is not told that of sequences
-    sp_stream     may be anything: query, key and value travel in one all-to-all, which no other has to overlap
-    num_kv_heads  the heads of keys and values, where the caller has repeated these for the query heads: no group of query heads is
-                  divided among ranks. Default: those of the key
+    scatter_idx, gather_idx  the dimensions of heads, 2, and of tokens, unless `forward` is told the sequence dimension
+    sp_stream     ignored: query, key and value are sent in one all-to-all, so there is no other to overlap with
+    num_kv_heads  heads of keys and values, if the caller has repeated these for the query heads: no group of query heads is
+                  split over ranks. Default: those of the key
 
-    Any number of heads that is not smaller than the group's ranks; key heads may be fewer.
+    Any number of heads that is not smaller than the group's number of ranks; key heads may be fewer.
     """
 
     def __init__(
@@ -140,14 +140,15 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return this rank's share of the output of `local_attention`, in its form: [.., heads, d], or with these merged.
+        """Return this rank's share of `local_attention`'s output, in the same form: [.., heads, d], or with both merged.
 
         query, key, value  this rank's tokens: [b, s, heads, d] with batch_dim_idx 0, [s, b, heads, d] with 1; by default, the
                            dimension of tokens is gather_idx
-        rotary_pos_emb     cosines and sines of the whole sequence, [P s, 1 or b, 1, features], by which query and key are turned
-                           (halves of the first features, as GPT-NeoX's)
+        rotary_pos_emb     cosines and sines of the whole sequence, [P s, 1 or b, 1, features], by which query and key are rotated
+                           (halves of the first features, as in GPT-NeoX)
 
-        Raises ValueError for another batch_dim_idx, other tokens in rotary_pos_emb, and heads that cannot be dealt.
+        Raises ValueError for another batch_dim_idx, a different number of tokens in rotary_pos_emb, and heads that cannot be
+        distributed.
         """
         batch_dim = 1 - self.gather_idx if batch_dim_idx is None else batch_dim_idx
         if batch_dim not in (0, 1):
@@ -171,13 +172,13 @@ class DistributedAttention(nn.Module):
 
 
 class _SeqAllToAll:
-    """The exchange of DistributedAttention, for attention of one's own."""
+    """The exchange of DistributedAttention, for custom attention."""
 
     @staticmethod
     def apply(group: Any, input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *_: Any) -> Tensor:
-        """Divide dimension `scatter_idx` among the group's ranks and join the parts that they send along `gather_idx`.
+        """Divide dimension `scatter_idx` among the group's ranks and join the parts received along `gather_idx`.
 
-        Raises ValueError if the ranks do not divide the dimension, and PeerError if their inputs are not of one size.
+        Raises ValueError if the ranks do not divide the dimension, and PeerError if their inputs differ in size.
         """
         exchange = exchange_of(group, input.device)
         if input.shape[scatter_idx] % exchange.size:
@@ -192,7 +193,7 @@ class _SeqAllToAll:
 
 
 def refuse_fpdt(*_: Any, **__: Any) -> Any:
-    """Raise NotImplementedError. Megatron-DeepSpeed imports the names of FPDT even where it does not use it."""
+    """Raise NotImplementedError. Megatron-DeepSpeed imports FPDT's names even if it does not use FPDT."""
     raise NotImplementedError("FPDT is not built; use DistributedAttention, and activations on the host (docs/ACTIVATIONS.md)")
 
 
@@ -233,9 +234,9 @@ def sequence_tiled_compute(
 ) -> Tensor:
     """Call `fn` on `shards` parts of its arguments along dimension 1, with activation checkpointing, and join the outputs.
 
-    output_reduction  None: outputs are joined along `output_unshard_dimension` (scalars are stacked); "mean" or "sum" of these
-    `grad_requiring_tensor_key` and `compute_params` may be anything: autograd finds what needs gradients.
-    Raises ValueError if an argument to be sharded has not `seqlen` tokens.
+    output_reduction  None: join outputs along `output_unshard_dimension` (scalars are stacked); "mean" or "sum" of the outputs
+    `grad_requiring_tensor_key` and `compute_params` are ignored: autograd finds what needs gradients. Raises ValueError if an
+    argument to be sharded does not have `seqlen` tokens.
     """
     for name, value in kwargs_to_shard.items():
         if not isinstance(value, Tensor) or value.shape[1] != seqlen:
@@ -260,7 +261,7 @@ class TiledMLP:
 
 
 class TiledFusedLogitsLoss:
-    """A loss over parts of the tokens, with activation checkpointing: the logits of one part exist at a time."""
+    """A loss over parts of the tokens, with activation checkpointing: only one part's logits exist at a time."""
 
     @staticmethod
     def apply(

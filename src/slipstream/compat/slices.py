@@ -1,8 +1,8 @@
-"""Checkpoints of `init_inference(checkpoint=...)`: a list of files, or DeepSpeed's description of one in JSON.
+"""Checkpoints of `init_inference(checkpoint=...)`: a list of files, or DeepSpeed's JSON description of one.
 
-Megatron's slices of the versions 0, 1.0 and 2.0 are joined, and cut anew for a module that is itself a slice (`mpu`). They differ
-in the rows of `query_key_value`, of np heads in a slice: version 0 has [3, np, hn], 1.0 [np, hn, 3] and 2.0 [np, 3, hn]. Other
-types are parts of one state by name. Files of torch are read without executing anything in them.
+Megatron's slices of versions 0, 1.0 and 2.0 are joined, and cut again for a module that is itself a slice (`mpu`). The versions
+differ in the rows of `query_key_value`, for np heads in a slice: version 0 has [3, np, hn], 1.0 [np, hn, 3] and 2.0 [np, 3, hn].
+Other types are parts of one state by name. Files of torch are read without executing anything in them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slipstream.config.huggingface import read_json
 
 _VERSIONS = (0, 1.0, 2.0)
 _QKV = re.compile(r"query_key_value\.(weight|bias)$")
-_DIMS = (  # Megatron's sliced parameters, and their dimension; all others are whole in every slice
+_DIMS = (  # Megatron's sliced parameters -> their dimension; all others are whole in every slice
     (
         re.compile(
             r"(word_embeddings|final_linear|lm_head)\.weight$|mlp\.dense_h_to_4h\.(weight|bias)$|query_key_value\.(weight|bias)$"
@@ -49,7 +49,7 @@ _GPT2 = (  # Megatron's names -> those of transformers' GPT-2
 
 
 class Description(NamedTuple):
-    """What `checkpoint` says."""
+    """The meaning of `checkpoint`."""
 
     files: list[Path]
     megatron: bool
@@ -79,7 +79,7 @@ class Description(NamedTuple):
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Any, base_dir: str = "", index: int = 0, size: int = 1) -> None:
-    """Load a module's weights, of the slice `index` of `size` if it is one of Megatron's. Raises ValueError or CheckpointError."""
+    """Load a module's weights; with Megatron, slice `index` of `size`. Raises ValueError or CheckpointError."""
     given = Description.of(checkpoint, base_dir)
     states = [_read(path) for path in given.files]
     if given.megatron:
@@ -110,7 +110,7 @@ def save_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def join(states: Sequence[Mapping[str, Tensor]], version: float) -> dict[str, Tensor]:
-    """The whole of Megatron's slices, in order. Raises ValueError for slices of different models."""
+    """Join Megatron's slices, in order. Raises ValueError for slices of different models."""
     for i, state in enumerate(states):
         if other := sorted(state.keys() ^ states[0].keys()):
             raise ValueError(f"slices 0 and {i} are of different models: only one has {other[0]}")
@@ -131,7 +131,7 @@ def _joined(name: str, parts: list[Tensor], version: float) -> Tensor:
 
 
 def cut(name: str, whole: Tensor, index: int, size: int, version: float) -> Tensor:
-    """Slice `index` of `size` of one of Megatron's parameters. Raises ValueError if it does not divide."""
+    """Slice `index` of `size` of one of Megatron's parameters. Raises ValueError if it is not divisible."""
     dim = _dim(name)
     if dim is None:
         return whole
@@ -146,7 +146,7 @@ def _dim(name: str) -> int | None:
 
 
 def _as_gpt2(config: Any, state: Mapping[str, Tensor], version: float) -> dict[str, Tensor]:
-    """Megatron's names and layouts as transformers' GPT-2 has them."""
+    """Convert Megatron's names and layouts to transformers' GPT-2."""
     heads, renamed = config.num_attention_heads, {}
     orders = {0: (3, heads, -1), 1.0: (heads, -1, 3), 2.0: (heads, 3, -1)}
     dims = {0: (0, 1, 2), 1.0: (2, 0, 1), 2.0: (1, 0, 2)}
@@ -204,7 +204,7 @@ def _tensor(stored: Stored) -> Tensor:
 
 
 def _fill(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """Load all of a module's weights, also if they are on the meta device. Raises ValueError if any is missing, or another's."""
+    """Load all of a module's weights, even if they are on the meta device. Raises ValueError for missing or unknown weights."""
     own = dict(model.state_dict(keep_vars=True))
     if not own.keys() & state.keys() and (prefix := getattr(model, "base_model_prefix", "")):
         state = {f"{prefix}.{name}": tensor for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.timer`, and the lines that DeepSpeed's engine prints of its steps."""
+"""`deepspeed.utils.timer`, and the lines that DeepSpeed's engine prints about its steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.observe import clock, traffic
 from slipstream.observe.memory import PhaseMemory
 
 logger = logging.getLogger("slipstream.train")
-_MOST_RECORDS = 4096  # of a timer that nobody reads
+_MOST_RECORDS = 4096  # kept by a timer that nobody reads
 _GIB = 1 << 30
 _PHASES = {"forward": "fwd", "backward": "bwd", "step": "step"}
 _GLOBAL = ("fwd", "bwd", "bwd_inner", "bwd_allreduce", "step")
@@ -26,7 +26,7 @@ _MICRO = tuple(f"{name}_microstep" for name in _GLOBAL)
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without the lowest and the highest tenth; `trim_percent` is a share and must be 0.1."""
+    """The mean without the lowest and the highest tenth; `trim_percent` is a fraction and must be 0.1."""
     if trim_percent != 0.1:
         raise ValueError(f"trim_mean(trim_percent={trim_percent}): only 0.1 is served")
     return traffic.trimmed(list(data))
@@ -54,7 +54,7 @@ class Timer:
         self.records.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """The sum of all times since the last reset. A timer that runs is stopped and started again."""
+        """The sum of all times since the last reset. A running timer is stopped and started again."""
         if runs := self.started_:
             self.stop()
         total = sum(self._times())
@@ -119,7 +119,7 @@ SynchronizedWallClockTimer.Timer = Timer  # type: ignore[attr-defined]  # DeepSp
 
 
 class ThroughputTimer:
-    """Samples per second, of the time between `start` and `stop` only; the first `start_step` steps do not count."""
+    """Samples per second of the time between `start` and `stop`; the first `start_step` steps do not count."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class ThroughputTimer:
         self.total_elapsed_time = 0.0
         self.started = False
         self._since: Any = 0.0
-        self._last: list[tuple[Any, Any]] = []  # of the last step's micro-batches; its time is not in `total_elapsed_time` yet
+        self._last: list[tuple[Any, Any]] = []  # of the last step's micro-batches, not yet included in `total_elapsed_time`
         self._step: list[tuple[Any, Any]] = []  # of this step's
 
     def update_epoch_count(self) -> None:
@@ -187,7 +187,7 @@ class ThroughputTimer:
 
 
 class StepLines:
-    """DeepSpeed's lines of an engine's steps, in place of Slipstream's, and the timers behind them."""
+    """DeepSpeed's log lines of an engine's steps, in place of Slipstream's, and their timers."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, plan, is_first = engine, engine.plan, engine.mesh.is_first

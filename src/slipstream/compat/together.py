@@ -1,4 +1,4 @@
-"""Calls that every rank of a job makes, as DeepSpeed's inference engines have them, and that rank 0 answers."""
+"""Calls that every rank of a job makes and rank 0 answers, as in DeepSpeed's inference engines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-_PATIENCE = timedelta(days=365)  # for rank 0's answer; its end ends the wait
+_PATIENCE = timedelta(days=365)  # for rank 0's answer; the wait also ends if rank 0 does
 
 
 class Leader:
-    """Creating it is collective over the ranks of the job, before anything that may fail on one of them."""
+    """The constructor is collective over the ranks of the job; call it before anything that may fail on one rank."""
 
     def __init__(self) -> None:
         self.leads = dist.get_rank() == 0
@@ -27,7 +27,7 @@ class Leader:
         self._group = None
 
     def answer(self, compute: Callable[[], T]) -> T:
-        """What rank 0 computes, on all ranks. Collective; what rank 0 raises, also Ctrl-C, is raised on all."""
+        """Return rank 0's result on all ranks. Collective. Whatever rank 0 raises, even on Ctrl-C, is raised on all."""
         outcome: list[Any] = [None, None]  # an error, or the result
         raised: BaseException | None = None
         if self.leads:
@@ -43,12 +43,12 @@ class Leader:
 
 
 def _sendable(error: BaseException) -> Exception:
-    """An error that other ranks can read; of an interrupt, a RuntimeError that tells of it."""
+    """An error that other ranks can unpickle; for an interrupt, a RuntimeError that describes it."""
     told = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
     if not isinstance(error, Exception):
         return told
     try:
         copied = pickle.loads(pickle.dumps(error))
-    except Exception:  # of a class of a function, or with arguments of its own
+    except Exception:  # its class is local to a function, or has other arguments
         return told
     return error if type(copied) is type(error) else told

@@ -41,7 +41,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Show the calls of a function in the profiler's traces, by its name."""
+    """Show calls of a function under its name in the profiler's traces."""
 
     @wraps(func)
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ class OnDevice:
         self._stack.close()
 
 
-# -- leaf modules: blocks are gathered as a whole, so modules inside them are leaves anyway; a marked module outside is a block --
+# -- leaf modules: blocks are gathered whole, so modules inside are leaves anyway; a marked module outside becomes a block --
 
 
 def set_z3_leaf_modules(

@@ -72,7 +72,7 @@ def _state_of(module: nn.Module, copies: Mapping[Unit, Mapping[int, Tensor]], ex
     frozen = {name for name, param in named if not param.requires_grad}
     for name, value in module.state_dict(keep_vars=True).items():
         is_frozen = exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad
-        if is_frozen or frozen.intersection(accumulate(name.split("."), "{}.{}".format)):  # and the frozen parameter's scales
+        if is_frozen or frozen.intersection(accumulate(name.split("."), "{}.{}".format)):  # also the frozen parameter's scales
             continue
         if not isinstance(value, Tensor):
             yield name, value
@@ -84,7 +84,7 @@ def _state_of(module: nn.Module, copies: Mapping[Unit, Mapping[int, Tensor]], ex
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Copy a tree of tensors to `device`, without the rest of their storages. A tensor that occurs twice is copied once."""
+    """Copy a tree of tensors to `device`, without the unused rest of their storages. A repeated tensor is copied once."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
@@ -116,13 +116,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint.load(checkpoint_dir, tag, tensors=tensors, metadata=metadata)
     state = {name.partition(".")[2]: _fp32(tensor) for name, tensor in tensors.items()}
     for alias, name in metadata.shared.get("aliases", {}).items():
-        if name in state:  # it may have been saved without frozen parameters
+        if name in state:  # the checkpoint may lack frozen parameters
             state.setdefault(alias, state[name])
     return state
 
 
 def _frozen(metadata: checkpoint.Metadata) -> frozenset[str]:
-    """The parameters for which the optimizer has nothing, by their names in the checkpoint."""
+    """The parameters without optimizer state, by their names in the checkpoint."""
     optimizer = metadata.shared.get("optimizer")
     if optimizer is None:
         raise ValueError(
@@ -146,8 +146,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint into `output_dir`: pytorch_model.bin or model.safetensors, or files of at most
-    `max_shard_size` (None: unlimited) with an index."""
+    """Write a checkpoint's weights into `output_dir`: pytorch_model.bin or model.safetensors, or files of at most `max_shard_size`
+    (None: unlimited) with an index."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     once = _once(state)
     sizes = {name: state[name].nbytes for name in once.values()}

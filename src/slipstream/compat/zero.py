@@ -493,7 +493,7 @@ def unwrap_model_for_generation(engine: Engine) -> Iterator[nn.Module]:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """A no-op: a forward gathers every parameter that it reads, also outside the parameter's module."""
+    """A no-op: a forward gathers every parameter that it reads, even outside the parameter's module."""
 
 
 unregister_external_parameter = register_external_parameter
@@ -521,7 +521,7 @@ class _HeldReader:
 
     @cached_property
     def _forms(self) -> dict[str, RowForm]:
-        """Of weights that the config quantizes; the held ones have floats."""
+        """The row forms of weights that the config quantizes; held weights are floats."""
         held = {name for name, param in self.named.items() if param.is_floating_point()}
         return {name: form for name, form in row_forms(self.model).items() if name in held}
 
@@ -576,9 +576,9 @@ def held_values(model: nn.Module | None) -> Iterator[None]:
 
 
 def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[str, Any]) -> nn.Module:
-    """Quantize the layers that `weight_quantization` of a config dict names, in place; returns the model. For models without an
-    engine: `initialize` does it too. Layers that `Init` has sharded are gathered one at a time and sharded again, which is
-    collective. Raises ValueError as `quantize_by_rules`."""
+    """Quantize the layers that a config dict's `weight_quantization` names, in place, for models without an engine (`initialize`
+    does it too). Returns the model. Layers sharded by `Init` are gathered one at a time and sharded again, which is collective.
+    Raises ValueError as `quantize_by_rules`."""
     from slipstream.config.features import InferenceWeightQuantization  # pydantic is slow to import
 
     block = InferenceWeightQuantization.model_validate(ds_config["weight_quantization"])
@@ -683,7 +683,7 @@ def remove_attributes(params: Iterable[nn.Parameter], keep: Iterable[nn.Paramete
 
 
 def _to_cpu(cpu: Any) -> nn.Module:
-    """`module.cpu()`, which Lightning calls after training: parameters of an engine stay where it has them."""
+    """`module.cpu()`, which Lightning calls after training: an engine's parameters are not moved."""
     module: nn.Module = cpu.__self__
     return module if any(map(is_zero_param, module.parameters())) else cpu()
 
@@ -693,8 +693,8 @@ def _partition_numel(param: Any) -> int:
 
 
 def _state_dict(state_dict: Callable[..., Any], *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
-    """`module.state_dict()` with released parameters as they are: scripts look for names and shapes, and reads of values raise. In
-    DeepSpeed they are empty tensors there."""
+    """`module.state_dict()` that includes released parameters: scripts read names and shapes, and reading values raises. In
+    DeepSpeed they are empty tensors."""
     keep_vars = keep_vars or (len(args) > 2 and bool(args[2]))  # torch's old form: destination, prefix, keep_vars
     state = state_dict(*args[:2], keep_vars=True, **kwargs)
     if not keep_vars:
@@ -708,15 +708,15 @@ def _state_dict(state_dict: Callable[..., Any], *args: Any, keep_vars: bool = Fa
 
 
 def _save_state(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`save_pretrained`, a no-op on ranks that pass no state: accelerate passes the full state on rank 0 and, elsewhere, None with
-    `is_main_process=False`. There it would read sharded parameters and write nothing."""
+    """`save_pretrained`, but a no-op on ranks that pass no state: accelerate passes the full state on rank 0 and, on the others,
+    None with `is_main_process=False`. There it would read sharded parameters and write nothing."""
     if kwargs.get("is_main_process", True) or kwargs.get("state_dict") is not None:
         return save(*args, **kwargs)
     return None
 
 
 def engine_of(param: nn.Parameter) -> tuple[Any, str]:
-    """The DeepSpeedEngine of a parameter, and its name there. Raises ValueError if it belongs to none."""
+    """The DeepSpeedEngine of a parameter, and its name there. Raises ValueError if no engine has it."""
     for unit, indices in access.units_of([param]).items():
         for engine in _engines:
             if unit in engine.units:
@@ -727,7 +727,7 @@ def engine_of(param: nn.Parameter) -> tuple[Any, str]:
 
 
 class ParameterOffload:
-    """`optimizer.parameter_offload`, for clients that remove DeepSpeed's hooks before they generate and add them again afterwards.
+    """`optimizer.parameter_offload`, for clients that remove DeepSpeed's hooks before they generate and restore them afterwards.
 
     It has no hooks to remove: inside `GatheredParameters` the engine's hooks find the parameters gathered.
     """
