@@ -6,6 +6,7 @@ import json
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
+from slipstream.inference.engine import ClosedError, FailedError
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder
@@ -233,6 +235,48 @@ def test_calls_share_forwards() -> None:
         thread.join()
     assert sizes == [1, 7]
     assert {i: vector.item() for i, vector in found.items()} == {i: i + 1.0 for i in range(8)}
+
+
+def test_a_text_that_fails_ends_no_other_and_a_lost_device_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go, lost, sizes = threading.Event(), threading.Event(), threading.Event(), list[int]()
+    monkeypatch.setattr("slipstream.inference.engine.PAUSES", (0.0, 0.0))
+
+    class Rows:
+        config: Any = None
+        num_blocks, max_context = 64, 64
+
+        def hidden(self, texts: Any, types: Any = None) -> Tensor:
+            sizes.append(len(texts))
+            begun.set()
+            assert go.wait(20)
+            if lost.is_set() or [66] in texts:
+                raise MemoryError("none is left")
+            return torch.tensor([[float(token)] for text in texts for token in text])
+
+    engine = EmbeddingEngine(Rows(), None, Pooling(), vocab_size=VOCAB, model_name="rows")
+
+    def embed(token: int) -> float | Exception:
+        try:
+            return engine.embed([[token]]).vectors.item()
+        except FailedError as error:
+            return error
+
+    with ThreadPoolExecutor(5) as callers:
+        calls = [callers.submit(embed, 1)]
+        assert begun.wait(20)
+        for number, token in enumerate((65, 66, 67, 68), 1):
+            calls.append(callers.submit(embed, token))
+            until_waiting(engine, number)
+        go.set()
+    assert sizes == [1, 4, 2, 1, 1, 1, 2], "halves, and a token to see that the device works"
+    one, first, failed, *others = [call.result() for call in calls]
+    assert [one, first, *others] == [1, 65, 67, 68] and "the forward failed: MemoryError: none is left" in str(failed)
+    assert engine.healthy
+    lost.set()
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="no text can be computed any more, nor a single token alone: MemoryError: none is"):
+            engine.embed([[5], [6]])
+        assert not engine.healthy
 
 
 def test_no_call_waits_for_all_texts_of_another() -> None:

@@ -21,6 +21,7 @@ from slipstream.config import huggingface
 from slipstream.inference.config import TransformerConfig
 from slipstream.inference.core import SamplingParams
 from slipstream.inference.cross_encoder import CrossEncoder
+from slipstream.inference.engine import ClosedError, FailedError, probed, text_of
 from slipstream.inference.runner import BLOCK_SIZE
 from slipstream.inference.stats import Meters, Stats
 from slipstream.inference.text import Tokenizer
@@ -177,8 +178,8 @@ class EmbeddingEngine:
     # ---- vectors
 
     def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> Embedded:
-        """The vectors of texts, or of token ids as they are. Raises ValueError for a text that is empty or too long; `truncate`
-        cuts these to `max_context` tokens."""
+        """The vectors of texts, or of token ids as they are. Raises ValueError for a text that is empty or too long (`truncate`
+        cuts these to `max_context` tokens), FailedError if the forward of one fails alone, ClosedError."""
         if self.classifier is not None:
             raise ValueError(f"{self.model_name} scores pairs of texts and makes no vectors: call score(), or POST /v1/rerank")
         return self._embed({f"text {i}": text for i, text in enumerate(texts)}, truncate)
@@ -261,19 +262,35 @@ class EmbeddingEngine:
             self._waiting.popleft()
             if texts:
                 self._waiting.append(texts)
+        self._compute_in_parts(batch)
+
+    def _compute_in_parts(self, batch: Sequence[_Text]) -> None:
+        """A text must not end another's call: as in `engine`, [Note: A forward that fails]."""
+        if (error := self._closed or self._forward(batch)) is None:
+            return
+        if not self._closed and len(batch) > 1:
+            half = len(batch) // 2
+            for part in (batch[:half], batch[half:]):
+                self._compute_in_parts(part)
+            return
+        if not self._closed and (broken := probed(lambda: self.runner.hidden([[0]]).cpu())) is not None:
+            self.fail(f"no text can be computed any more, nor a single token alone: {broken}")
+        for item in batch:
+            item.error = ClosedError(self._closed) if self._closed else FailedError(f"the forward failed: {error}")
+
+    def _forward(self, batch: Sequence[_Text]) -> str | None:
+        """Compute texts together. Return None, or the error text."""
         try:
-            if self._closed:
-                raise RuntimeError(self._closed)
             hidden = self.runner.hidden([item.tokens for item in batch], _types_of(batch) if self._has_types else None)
             lengths = torch.tensor([len(item.tokens) for item in batch], device=hidden.device)
             vectors = (self.classifier or self.pooling)(hidden, lengths).cpu()
-        except Exception as error:
-            for item in batch:
-                item.error = error
-            return
+        except Exception as error:  # any error of the model or device
+            logger.error("a forward of %d texts failed: %s", len(batch), text_of(error), exc_info=len(batch) == 1)
+            return text_of(error)
         self._forwards, self._tokens = self._forwards + 1, self._tokens + len(hidden)
         for item, vector in zip(batch, vectors, strict=True):
             item.vector = vector
+        return None
 
     # ---- what every engine has
 

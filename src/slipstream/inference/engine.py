@@ -47,7 +47,7 @@ from slipstream.inference.scheduler import MAX_RUNNING, Scheduler, budget_of, re
 from slipstream.inference.stats import Meters, Stats, Use
 from slipstream.inference.text import StopStrings, Stream, Tokenizer
 
-__all__ = ["ClosedError", "Engine", "Handle", "Logprob", "Output", "Sink", "Usage"]
+__all__ = ["ClosedError", "Engine", "FailedError", "Handle", "Logprob", "Output", "Sink", "Usage"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,10 @@ PAUSES = (0.0, 0.1, 1.0)  # seconds before each probe of a device that failed be
 
 class ClosedError(RuntimeError):
     """The engine accepts no more requests."""
+
+
+class FailedError(RuntimeError):
+    """A request fails, and would fail again; the engine serves others."""
 
 
 class Usage(NamedTuple):
@@ -480,7 +484,7 @@ class Engine:
                 self._unavailable = then
             except BaseException as error:
                 if pause.changed:
-                    self._unavailable = f"{otherwise}: {_text(error)}"
+                    self._unavailable = f"{otherwise}: {text_of(error)}"
                 raise
             finally:
                 with self._lock:
@@ -520,7 +524,7 @@ class Engine:
             self._shut(Finish.ERROR if self._why else Finish.CANCELLED, self._why or None)
         except BaseException as error:  # a bug in the engine; every waiting client must get an answer
             logger.exception("the engine's loop failed")
-            self._shut(Finish.ERROR, f"the engine's loop failed: {_text(error)}")
+            self._shut(Finish.ERROR, f"the engine's loop failed: {text_of(error)}")
 
     def _wait(self) -> bool:
         """Sleep until there is work. Return False if the engine is closed or dead."""
@@ -561,7 +565,7 @@ class Engine:
         try:
             drafts = drafter.guess(wanted, self._seconds_of(batch.size))
         except Exception as error:  # any error of the model or device; requests do not need the draft model
-            logger.error("the draft model failed, and is not used any more: %s", _text(error), exc_info=True)
+            logger.error("the draft model failed, and is not used any more: %s", text_of(error), exc_info=True)
             self._drafter = None
             return batch
         with self._lock:
@@ -582,9 +586,9 @@ class Engine:
             else:
                 drawn = self._sample(batch, self.runner.forward(batch))
         except Exception as error:  # any error of the model or device; it is reported to the requests
-            num = len(batch.chunks)
-            logger.error("a forward of %d tokens of %d requests failed: %s", batch.num_tokens, num, _text(error), exc_info=num == 1)
-            return _text(error)
+            num, why = len(batch.chunks), text_of(error)
+            logger.error("a forward of %d tokens of %d requests failed: %s", batch.num_tokens, num, why, exc_info=num == 1)
+            return why
         self._commit(batch, drawn)
         return None
 
@@ -626,23 +630,14 @@ class Engine:
                     self._end([self._sequences[request]], Finish.ERROR, f"the forward failed: {error}")
 
     def _probe(self) -> str | None:
-        """Compute one token in its own block, if possible one that has worked before; retry after pauses. Return None, or the
-        error."""
+        """Compute one token in its own block, if possible one that has worked before. Return None, or the error."""
         pool = self._scheduler.pool
         probe = Request(id="probe", tokens=[self._proven], params=SamplingParams())
         with self._lock:
             if not pool.num_free:
                 return None  # running requests hold all blocks, so a forward has worked
             pool.reserve(probe.blocks, 0, 1)
-        why: str | None = None
-        for pause in PAUSES:
-            time.sleep(pause)
-            try:
-                self.runner.forward(Batch((Chunk(probe, 0, 1),), ()))
-                why = None
-                break
-            except Exception as error:  # as in `_compute`
-                why = _text(error)
+        why = probed(lambda: self.runner.forward(Batch((Chunk(probe, 0, 1),), ())))
         with self._lock:
             pool.free(probe.blocks)
         return why
@@ -675,7 +670,7 @@ class Engine:
                 try:
                     mask = None if constraint is None else constraint.mask()
                 except Exception as error:  # of the grammar library; the other requests continue
-                    drawn[request] = _text(error)
+                    drawn[request] = text_of(error)
                     continue
                 rows += (LogitsRow(request, chunk.draft[:num], mask) for num in range(chunk.num_sampled))
                 places += range(place, place + chunk.num_sampled)
@@ -723,7 +718,7 @@ class Engine:
                     output = sequence.take(ones[request][: len(new)], request.finish)
                 except Exception as error:  # an error in its constraint or its text; the other requests continue
                     logger.warning("%s ends with an error", request.id, exc_info=True)
-                    output = sequence.end(Finish.ERROR, _text(error))
+                    output = sequence.end(Finish.ERROR, text_of(error))
                 self._measure(sequence, len(output.token_ids), now)
                 if output.finish is not None:
                     self._scheduler.finish(request, output.finish)
@@ -806,5 +801,18 @@ def _smaller(chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, ...]]:
     return [(chunk._replace(stop=middle),), (chunk._replace(start=middle),)] if middle > chunk.start else []
 
 
-def _text(error: BaseException) -> str:
+def probed(compute: Callable[[], object]) -> str | None:
+    """Compute a single token, and again after pauses. Return None, or why it fails."""
+    why: str | None = None
+    for pause in PAUSES:
+        time.sleep(pause)
+        try:
+            compute()
+            return None
+        except Exception as error:  # any error of the model or device
+            why = text_of(error)
+    return why
+
+
+def text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

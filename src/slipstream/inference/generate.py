@@ -236,7 +236,8 @@ class InferenceEngine:
         """Return vectors of texts, pooled and normalized as the model's files say. A text, or one text's token ids -> fp32
         [dimensions]; a list of these -> fp32 [texts, dimensions].
 
-        Texts that are too long are cut with `truncate`, and an error otherwise. Raises ValueError if the model generates."""
+        Texts that are too long are cut with `truncate`, and an error otherwise. Raises ValueError if the model generates,
+        RuntimeError if a text cannot be computed."""
         batch, single = _as_list(texts)
         vectors = self._encoder().embed(batch, truncate=truncate).vectors
         return vectors[0] if single else vectors
