@@ -155,6 +155,8 @@ def test_what_is_wrong_with_texts(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="embeds texts and does not generate"):
             engine.generate("hello")
         assert torch.equal(engine(torch.tensor([[5, 6]])).last_hidden_state[0], reference(model_of("bert"), [5, 6]))
+    with pytest.raises(ValueError, match="a BertConfig has no weights, and models that embed texts take no new ones"):
+        slipstream.init_inference(model_of("bert").config, device="cpu")
     with pytest.raises(ValueError, match=r"it does not generate: leave out num_draft, max_running"):
         slipstream.init_inference(tmp_path, device="cpu", num_draft=2, max_running=4)
     (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]')

@@ -52,7 +52,7 @@ _LAYERS_ON_DISK = "layers of it are on disk; open it without weights_bytes and w
 _ONCE = "transformers' modules are quantized once, when the model is opened; open it in a float dtype"
 _BLOCKS = "the blocks of its file have another form; open it with dtype=, or open the unquantized model"
 _SPLIT = "it is split over processes; open it again from the new weights"
-_EMBEDS = "encoders take no new weights yet; open it again from the new ones"
+_EMBEDS = "models that embed texts take no new ones"
 _ADAPTERS = "they need the native kernels of one process on a CPU, and here it is {}; merge one into the model, and serve that"
 _FOLLOWS = "rank {} computes for rank 0, which answers: call it there, `if engine.leads:`"
 _SHARED = "it reads the live model's own tensors on the GPU; open it from a folder, or from the model's configuration"
@@ -185,6 +185,8 @@ def _embedding(
     module: Callable[[], torch.nn.Module] | str,
     ranks: ServingRanks | None,
 ) -> Assembled:
+    if is_config(source):
+        raise ValueError(f"a {type(source).__name__} has no weights, and {_EMBEDS}; give the model or its folder")
     runner, pooling = cast("Any", served.forward.runner), Pooling.read(source if isinstance(source, Path) else None)
     classifier, closed = CrossEncoder.read(source), _leader_of(ranks)
     vectors = EmbeddingEngine(
@@ -194,7 +196,8 @@ def _embedding(
     description = f"{name}: {served.weights}, {served.forward.forward}, {does} of {vectors.max_context:,} tokens"
     if ranks is not None:
         ranks.start(runner.follow, vectors.fail)
-    return Assembled(vectors, description, _EMBEDS, module, ranks, dtype=served.dtype)
+    target = f"{_EMBEDS}; open it again from them"
+    return Assembled(vectors, description, target, module, ranks, dtype=served.dtype)
 
 
 def _leader_of(ranks: ServingRanks | None) -> str:
