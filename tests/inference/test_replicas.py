@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -28,6 +29,7 @@ pytest.importorskip("uvicorn")
 import slipstream
 from slipstream.inference import wire
 from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
+from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import Engine, Output
 from slipstream.inference.replica import Session, facts_of
 from slipstream.inference.server import ReplicaError, Router
@@ -63,7 +65,7 @@ class Local:
             raise ReplicaError("it was not allowed to start")
         runner = HashRunner(says=self.says)
         runner.before = self.before
-        self.engine = Engine(runner, byte_tokenizer(), **{"token_budget": 16, "max_running": 16, **self.options})
+        self.engine = self.engine_of(runner)
         self.engine.start()
         ours, theirs = socket.socketpair()
         self.ends.append(theirs)
@@ -72,6 +74,9 @@ class Local:
         self.session = threading.Thread(target=Session(self.engine, self.link).run)
         self.session.start()
         return Connected(wire.Link(ours), facts)
+
+    def engine_of(self, runner: HashRunner) -> Any:
+        return Engine(runner, byte_tokenizer(), **{"token_budget": 16, "max_running": 16, **self.options})
 
     def cut(self) -> None:
         self.ends[-1].shutdown(socket.SHUT_RDWR)
@@ -83,7 +88,8 @@ class Local:
         self.session.join()
         self.link.close()
         self.engine.close()
-        self.engine.check()
+        if isinstance(self.engine, Engine):
+            self.engine.check()
         return "was cut"
 
 
@@ -505,6 +511,87 @@ def test_a_request_that_ends_engines_ends(after: int, place: int | None) -> None
         until(lambda: len(router._ready()) == 3)
         assert sum(source.opens for source in sources) == (4 if place is None else 5)
         assert wait(submit(router, "good")).last().finish is not Finish.ERROR
+
+
+class Vectors(Local):
+    """Its engine embeds texts. One that begins with "!" ends the process, or loses the device."""
+
+    waits = threading.Event()
+
+    def __init__(self, name: str, is_lost: bool = False) -> None:
+        super().__init__(name)
+        self.is_lost = is_lost
+
+    def engine_of(self, runner: HashRunner) -> Any:
+        return EmbeddingEngine(self, byte_tokenizer(), Pooling(), vocab_size=259, model_name="rows")  # type: ignore[arg-type]
+
+    config: Any = None
+    num_blocks = max_context = 64
+
+    def hidden(self, texts: Any, types: Any = None) -> torch.Tensor:
+        self.waits.wait(30)
+        if any(text[0] == ord("!") for text in texts):
+            if self.is_lost:
+                self.engine.fail("the device is lost")
+            self.cut()
+            time.sleep(0.05)  # nothing is said any more
+            raise RuntimeError("lost")
+        return torch.tensor([[float(token)] for text in texts for token in text])
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_text_that_ends_engines_ends(others: int, is_lost: bool) -> None:
+    """Alone it ends one engine, beside others a second one, and they get vectors. The client does not repeat it."""
+    openai = pytest.importorskip("openai")
+    sources = [Vectors(name, is_lost) for name in "abc"]
+    Vectors.waits.clear()
+    with (
+        routed(*sources) as router,
+        serving(router) as address,  # type: ignore[arg-type]
+        openai.OpenAI(base_url=f"http://{address}/v1", api_key="none") as client,
+        ThreadPoolExecutor(4) as callers,
+    ):
+        for engine in router.engines[1:]:
+            engine.state = ReplicaState.DRAINING
+        texts = ["!", "xyz", "ab", "c"][: 1 + others]
+        calls = [callers.submit(client.embeddings.create, model="rows", input=text) for text in texts]
+        until(lambda: router.engines[0].calls == len(calls))
+        for engine in router.engines[1:]:
+            engine.state = ReplicaState.READY
+        Vectors.waits.set()
+        assert "the request may be the cause, so it is not tried again" in str(calls[0].exception())
+        assert isinstance(calls[0].exception(), openai.InternalServerError)
+        assert [call.result().data[0].embedding for call in calls[1:]] == [[121.0], [97.5], [99.0]][:others]
+        until(lambda: len(router._ready()) == 3)
+        assert sum(source.opens for source in sources) == 4 + bool(others)
+
+
+def test_a_client_does_not_repeat_what_ends_engines() -> None:
+    openai = pytest.importorskip("openai")
+    go, sources = threading.Event(), [Local(name) for name in "abc"]
+
+    def die(batch: Batch) -> None:
+        go.wait(30)
+        for source in sources:
+            if threading.current_thread() is source.engine._thread:
+                source.cut()
+
+    for source in sources:
+        source.before = die
+    with (
+        routed(*sources) as router,
+        serving(router) as address,  # type: ignore[arg-type]
+        openai.OpenAI(base_url=f"http://{address}/v1", api_key="none") as client,
+        ThreadPoolExecutor(1) as caller,
+    ):
+        answer = caller.submit(client.completions.create, model=router.model_name, prompt="x")
+        until(lambda: any(ticket.accepted for ticket in router.engines[0]._tickets.values()))
+        go.set()
+        assert isinstance(answer.exception(), openai.InternalServerError)
+        assert "the request may be the cause" in str(answer.exception())
+        until(lambda: len(router._ready()) == 3)
+        assert sum(source.opens for source in sources) == 4
 
 
 def test_an_engine_that_never_starts_again_ends_the_server() -> None:

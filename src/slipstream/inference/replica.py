@@ -131,7 +131,8 @@ class Session:
         try:
             self.link.send("done", number, function(*arguments))
         except Exception as error:  # the server raises it at the call
-            self.link.send("failed", number, *wire.packed_error(error))
+            if self.engine.healthy:  # else as in `sink`
+                self.link.send("failed", number, *wire.packed_error(error))
 
     def _submit(self, number: int, prompt: Sequence[int], params: Mapping[str, Any], more: Mapping[str, Any]) -> None:
         unfinished = more["n"]

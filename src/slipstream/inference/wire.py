@@ -28,7 +28,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from slipstream.inference.core import Finish, QueueFullError, Request, SamplingParams
-from slipstream.inference.engine import ClosedError, Logprob, Output, Usage, nbytes_of
+from slipstream.inference.engine import ClosedError, FailedError, Logprob, Output, Usage, nbytes_of
 from slipstream.inference.stats import Histogram, Stats
 from slipstream.inference.tls import Connection
 
@@ -39,7 +39,7 @@ SILENCE = 5  # beats without a message after which the other end, or the network
 SLICE = 64 << 10  # bytes that the other end must read in that time, and that the kernel buffers
 MAX_AHEAD = 1 << 20  # bytes, approximately, of unread outputs beyond which a link is full
 MAX_BATCH = 256  # messages per frame
-_ERRORS: Mapping[str, type[Exception]] = {"value": ValueError, "full": QueueFullError, "closed": ClosedError}
+_ERRORS: Mapping[str, type[Exception]] = {"value": ValueError, "full": QueueFullError, "failed": FailedError, "closed": ClosedError}
 
 
 class Link:

@@ -28,6 +28,18 @@ class RequestError(Exception):
         self.code = code
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 
+    @classmethod
+    def failed(cls, why: str | None) -> RequestError:
+        """It would fail again, so clients that repeat what got a 500 are told not to: OpenAI's obey the header."""
+        error = cls(f"the generation failed: {why}", status=500, code="generation_failed")
+        error.headers["x-should-retry"] = "false"
+        return error
+
+    @classmethod
+    def unavailable(cls, why: str | None) -> RequestError:
+        """The engine, or the server, is at fault."""
+        return cls(f"{why}", status=503, code="unavailable", retry_after=5)
+
     def body(self) -> ErrorBody:
         kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}

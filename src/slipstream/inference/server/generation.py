@@ -288,8 +288,8 @@ async def running(
         except QueueFullError as error:
             raise RequestError(str(error), status=429, code="queue_full", retry_after=1) from None
         except RuntimeError as error:
-            raise RequestError(str(error), status=503, code="unavailable", retry_after=5) from None
-        yield _batches(mailbox, unfinished, work.n)
+            raise RequestError.unavailable(str(error)) from None
+        yield _batches(engine, mailbox, unfinished, work.n)
     finally:
         mailbox.close()
         watcher.cancel()
@@ -300,7 +300,7 @@ async def running(
                 handle.add_done_callback(cancel)
 
 
-async def _batches(mailbox: Mailbox, unfinished: list[int], n: int) -> Batches:
+async def _batches(engine: Served, mailbox: Mailbox, unfinished: list[int], n: int) -> Batches:
     """Yield until all sequences have ended. `unfinished`: sequences per prompt, counted down from `n`."""
     while any(unfinished):
         arrived = await mailbox.take()
@@ -308,7 +308,7 @@ async def _batches(mailbox: Mailbox, unfinished: list[int], n: int) -> Batches:
         for choice, output in batch:
             unfinished[choice // n] -= output.finish is not None
             if output.finish is Finish.ERROR:
-                raise RequestError(f"the generation failed: {output.error}", status=500, code="generation_failed")
+                raise (RequestError.failed if engine.healthy else RequestError.unavailable)(output.error)
             if output.finish is Finish.CANCELLED:
                 raise RequestError("the server cancelled the generation", status=503, code="cancelled", retry_after=5)
         if len(batch) < len(arrived):

@@ -31,6 +31,10 @@ class LostError(ClosedError):
     """The connection ended before the reply."""
 
 
+class OnlyLostError(LostError):
+    """The process, of this host, had nothing else to do."""
+
+
 class ReplicaState(Enum):
     STARTING = "starting"
     READY = "ready"
@@ -231,14 +235,15 @@ class RemoteEngine:
             leaves = self.state is ReplicaState.DRAINING
             self._link, self.state = None, ReplicaState.DOWN
         link.close()
-        had = list(self._tickets.values())
+        had, replies = list(self._tickets.values()), list(self._replies.values())
         self._tickets.clear()
         for ticket in () if leaves else had:
             ticket.moves += MOVES + 1 if len(had) == 1 and ticket.accepted and not self.address else 1
         if self._stats is not None:
             self._stats = settled(self._stats)
-        for reply in list(self._replies.values()):
-            reply.set_exception(LostError(f"the engine's process ended ({self.name})"))
+        lost = OnlyLostError if len(replies) == 1 and not (had or self.address) else LostError
+        for reply in replies:
+            reply.set_exception(lost(f"the engine's process ended ({self.name})"))
         return [ticket for ticket in had if ticket.accepted]
 
     def _deliver(self, number: int, output: Output) -> None:

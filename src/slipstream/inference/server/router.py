@@ -6,7 +6,7 @@ to it on another host, reads from it, and does so again when it ends; a request 
 
 [Note: Trials] One of the requests that an engine had when it ended may be the cause. If there was only one, and no network between,
 it ends with an error. Of several, another engine gets the next when it has made a token of the one before, so that few have been in
-two engines that ended; these end with an error.
+two engines that ended; these end with an error. Calls for vectors and scores are tried one by one, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -29,9 +29,9 @@ import torch
 from slipstream.inference import stats, wire
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams, target_of
 from slipstream.inference.embedding import Embedded, EmbeddingEngine, Pooling, Scored
-from slipstream.inference.engine import ClosedError, Engine, Sink
+from slipstream.inference.engine import ClosedError, Engine, FailedError, Sink
 from slipstream.inference.server.process import Connected, EngineProcess, ReplicaError, Spare, Zygote
-from slipstream.inference.server.remote import MOVES, LostError, RemoteEngine, ReplicaState, Ticket
+from slipstream.inference.server.remote import MOVES, LostError, OnlyLostError, RemoteEngine, ReplicaState, Ticket
 from slipstream.inference.source import open_tokenizer
 from slipstream.inference.stats import Stats
 from slipstream.inference.text import Tokenizer
@@ -138,6 +138,7 @@ class Router:
             engine.trial_ended = lambda: threading.Thread(target=self._house, daemon=True).start()  # its reader reads the replies
         self._lock = threading.Lock()  # of the choice of an engine: what is known and outstanding
         self._housings = 0  # calls of `_house`
+        self._trial = threading.Lock()  # held by a call that an engine has ended with
         self._loading = threading.Lock()  # of the adapters, which an engine gets before it is ready
         self._added: dict[str, str] = {}  # adapters that were loaded at run time: name -> folder
         self._removed: set[str] = set()  # adapters that were unloaded
@@ -404,13 +405,21 @@ class Router:
             return engine
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Of the engine with the fewest calls that wait; of another if it ends."""
-        for _ in range(MOVES + 1):
-            if not (engines := self._ready()):
+        """Of the engine with the fewest calls that wait; of another if it ends: [Note: Trials]. Raises as the engine does,
+        FailedError if the call may be why engines end, ClosedError if none is ready."""
+        for turn in (nullcontext(), self._trial):
+            with turn:
+                if not (engines := self._ready()):
+                    raise ClosedError(self.why or AWAY)
+                try:
+                    return min(engines, key=lambda engine: engine.calls).call(name, *arguments)
+                except LostError as error:
+                    lost = error
+            if not self.healthy:
+                raise ClosedError(self.why or "the engine is closed")
+            if isinstance(lost, OnlyLostError):
                 break
-            with suppress(LostError):
-                return min(engines, key=lambda engine: engine.calls).call(name, *arguments)
-        raise ClosedError(self.why or AWAY)
+        raise FailedError(f"{lost}; {CAUSE}")
 
     def _move(self, lost: Sequence[Ticket], why: str) -> None:
         """Requests that have not begun go to another engine; without one, to the next that is ready."""
@@ -446,7 +455,7 @@ class Router:
             except (ValueError, QueueFullError, ClosedError) as error:
                 is_short = isinstance(error, QueueFullError) and len(free) < len(self.engines)  # one may come back
                 if not (is_short or isinstance(error, ClosedError)):
-                    ticket.end(Finish.ERROR, str(error))
+                    ticket.end(Finish.CANCELLED if isinstance(error, QueueFullError) else Finish.ERROR, str(error))
                     continue
                 with self._lock:  # all have ended meanwhile, or the others are full
                     self._homeless.insert(0, ticket)
