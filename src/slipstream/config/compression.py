@@ -1,4 +1,4 @@
-"""Blocks of DeepSpeed's JSON for compression in training: MoQ, quantization, pruning, layers of a teacher.
+"""Blocks of DeepSpeed's JSON for compression in training: MoQ, quantization, pruning, reuse of a teacher's layers.
 
 The rules are those of `schema.py`.
 """

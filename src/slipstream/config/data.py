@@ -1,4 +1,4 @@
-"""Blocks of DeepSpeed's JSON about data and what of it is computed: curricula, random-LTD, dynamic batches, layer dropping.
+"""Blocks of DeepSpeed's JSON about data and skipped computation: curricula, random-LTD, dynamic batches, layer dropping.
 
 The rules are those of `schema.py`.
 """

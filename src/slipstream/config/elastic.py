@@ -1,11 +1,10 @@
 """Elastic batch sizes: the block `elasticity`, with the results of DeepSpeed's versions 0.1 and 0.2.
 
-A run that is restarted on another number of ranks keeps its global batch if that batch divides into micro-batches on many counts
-of ranks. Both versions look for such a batch among multiples of each micro-batch size and of their least common multiple. The
-factor is the largest highly composite number that fits below the largest batch; the common multiple alone is a candidate even
-above that, as in DeepSpeed. The candidate with the most valid counts wins. Version 0.2 counts whole nodes. Where a count is not
-valid, it falls back to the largest batch that this count divides.
-
+A run that is restarted on another number of ranks keeps its global batch if that batch divides into micro-batches on many counts of
+ranks. Both versions search for such a batch among multiples of each micro-batch size and of their least common multiple. The factor
+is the largest highly composite number that stays within the largest batch; the common multiple alone is a candidate even above
+that, as in DeepSpeed. The candidate with the most valid counts wins. Version 0.2 counts whole nodes; if a count is not valid, it
+falls back to the largest batch that this count divides.
 Source: DeepSpeed 0.19.6's `compute_elastic_config` (its algorithm and names; 0.19.8 has dropped it).
 """
 
@@ -22,14 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from slipstream.config.features import Elasticity
 
-# More divisors than any smaller number (OEIS A002182)
+# Each has more divisors than any smaller number (OEIS A002182)
 _COMPOSITE = (
     *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160, 25200),
     *(27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720),
 )
-_OLDEST = (0, 3, 8)  # of DeepSpeed, with elasticity
+_OLDEST = (0, 3, 8)  # the oldest DeepSpeed version with elasticity
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-SCHEDULERS = "DEEPSPEED_ELASTICITY_CONFIG"  # the block that a scheduler has seen, as JSON
+SCHEDULERS = "DEEPSPEED_ELASTICITY_CONFIG"  # environment variable: the block that a scheduler has seen, as JSON
 
 
 class ElasticityError(ValueError):
@@ -47,11 +46,11 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 class ElasticBatch(NamedTuple):
     train: int  # samples per step over all ranks
     counts: list[int]  # numbers of data-parallel ranks on which `train` divides into a micro-batch size
-    micro: int | None = None  # version 0.2: of the present ranks; None: no size divides
+    micro: int | None = None  # version 0.2: for the present ranks; None: no size divides
 
 
 def elastic_batch(block: Elasticity, ranks: int) -> ElasticBatch:
-    """The batch of an elastic job. ranks: of the whole job, model parallelism included; version 0.1 does not depend on it.
+    """The batch of an elastic job. ranks: of the whole job, including model parallelism; version 0.1 ignores it.
 
     Raises ElasticityError if no batch of at most `max_train_batch_size` fits.
     """
@@ -97,7 +96,7 @@ def check_stated(block: Elasticity, given: Iterable[str]) -> None:
 
 
 def _best(block: Elasticity, largest: int, least: int, most: int) -> tuple[int, list[int]]:
-    """The candidate batch with the most valid counts, and these."""
+    """The candidate batch with the most valid counts, and these counts."""
     micros = block.micro_batch_sizes
     least, most = least or 1, most or largest // min(micros)
     if max(micros) > largest:
@@ -198,7 +197,7 @@ def compute_elastic_config(
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Raise ElasticityConfigError if the scheduler has seen another block, which it leaves in DEEPSPEED_ELASTICITY_CONFIG."""
+    """Raise ElasticityConfigError if the block differs from the scheduler's, in the variable DEEPSPEED_ELASTICITY_CONFIG."""
     if SCHEDULERS not in os.environ:
         return
     seen = json.loads(os.environ[SCHEDULERS])

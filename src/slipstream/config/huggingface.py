@@ -1,7 +1,7 @@
 """Read and validate the JSON files of a Hugging Face folder. Errors name the key and the invalid value.
 
 The tables have a `FieldRule` for each key that Slipstream reads or that determines memory sizes; other keys are left to
-transformers. null is valid only if a rule says so. All errors are one-sentence ValueErrors; only `read_*` do I/O.
+transformers. null is valid only if a rule says so. All errors are ValueErrors of one sentence; only `read_*` do I/O.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _are_tokens(value: Any) -> bool:
 
 SPARSE_PATTERN = "slipstream_sparse_attention"  # attribute of the config of a model with block-sparse attention
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-CODES = "slipstream_codes.safetensors"  # weights of a model's folder in codes, by compression.export for init_inference
+CODES = "slipstream_codes.safetensors"  # quantized weights in a model's folder, from compression.export for init_inference
 
 
 def check_folder(folder: Path) -> None:
@@ -212,8 +212,8 @@ def read_index(path: Path) -> list[str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights: model.safetensors, before shards of an older save, as in transformers, or the shards in its
-    index. [] if there is neither."""
+    """The weight files of a folder, as in transformers: model.safetensors, which precedes shards of an older save, else the shards
+    in the index. [] if there is neither."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     return [folder / name for name in read_index(folder / INDEX)] if (folder / INDEX).is_file() else []
@@ -234,7 +234,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_modules(path: Path) -> dict[str, str]:
-    """Read modules.json of sentence-transformers: its classes, each with the folder of its configuration."""
+    """Read modules.json of sentence-transformers: class -> the folder of its configuration."""
     value = read_json(path)
     modules = value if isinstance(value, list) else [value]
     if not all(isinstance(one, dict) and isinstance(one.get("type"), str) and isinstance(one.get("path"), str) for one in modules):
@@ -243,7 +243,7 @@ def read_modules(path: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises ValueError that names it."""
+    """Read a JSON file. Raises ValueError that names the file."""
     try:
         return json.loads(path.read_text("utf-8"))
     except RecursionError:

@@ -1,9 +1,9 @@
 """The fate of every JSON key: honored, without effect, or refused. The schema's fields state it.
 
 - HONORED: the value changes what Slipstream does; tests/unit/test_config_keys.py names the test that shows it.
-- NO_EFFECT: the key is valid but has nothing to control here. One warning names all that the user set.
+- NO_EFFECT: the key is valid but has nothing to control here. One warning names all such keys that the user set.
 - REFUSED: the key belongs to a feature that is not built yet. A value that enables the feature raises an error, because
-  training silently without it would be worse; a value that leaves it off is accepted.
+  silently training without it would be worse; a value that leaves it off is accepted.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Feature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key of the schema. A field is annotated with its fate; `schema.walk` adds what follows from its place."""
+    """A key of the schema. A field is annotated with its fate; `schema.walk` adds what follows from its position."""
 
     fate: Fate = Fate.REFUSED
     meaning: str = ""  # HONORED: one sentence, with the unit
     reason: str = ""  # NO_EFFECT
     feature: Feature | None = None  # REFUSED
-    off: tuple[Any, ...] | None = None  # REFUSED: values that do not enable the feature; None: the key only configures it
+    off: tuple[Any, ...] | None = None  # REFUSED: values that do not enable the feature; None: it only configures the feature
     name: str = ""  # dotted, with * for the items of a list or mapping
     block: str = ""  # REFUSED: the block that the feature belongs to; "" if the field names the feature
     annotation: Any = None

@@ -1,4 +1,4 @@
-"""Blocks of DeepSpeed's JSON and of `slipstream` that observe a run: the profiler, monitors, logs of communication, timers.
+"""Blocks of DeepSpeed's JSON and of `slipstream` that observe a run: the profiler, monitors, communication logs, timers.
 
 The rules are those of `schema.py`.
 """

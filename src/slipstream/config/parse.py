@@ -108,7 +108,7 @@ def is_left_out(word: str) -> bool:
     return not difflib.get_close_matches(word, known, n=1, cutoff=0.8)
 
 
-_NAMED = ("optimizer", "scheduler")  # with a type of null, there is none
+_NAMED = ("optimizer", "scheduler")  # a type of null means none
 
 
 def _is_lenient(raw: Any) -> bool:
@@ -136,7 +136,7 @@ class _Cleaning:
             yield f"keys that start with an underscore are comments, so these have no effect: {disabled}"
 
     def block(self, raw: Any, block: type[Block], prefix: str) -> Any:
-        """Clean a block. A value that is not a mapping is returned as it is; pydantic rejects it."""
+        """Clean a block. A value that is not a mapping is returned unchanged; pydantic rejects it."""
         if block is ZeroOptimization and isinstance(raw, bool):
             return {"stage": 1} if raw else {}
         if not isinstance(raw, Mapping):

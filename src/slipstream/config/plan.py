@@ -3,8 +3,8 @@
 Code outside `config/` never sees JSON, `"auto"`, aliases or defaults. A plan is plain data: it can be compared, pickled and sent to
 another process. `resolution.py` creates it.
 
-A field names its JSON key. `Values.section` in resolution.py reads the fields that it does not compute from several values, and
-`plan_values` leads back to keys.
+A field names its JSON key. `Values.section` in resolution.py reads the fields that are not computed from several values, and
+`plan_values` maps the plan back to keys.
 
 Values of `sources`, by dotted key: "config" (set by the user), "argument" (an override passed with the config), "default" (of
 DeepSpeed 0.19), "auto: <rule>" (the user wrote "auto"), "derived: <formula>" (computed from other values).
@@ -36,14 +36,14 @@ def _same(value: Any) -> Any:
 class Json(NamedTuple):
     """The JSON key of a field. `x.*`: one key for each item of a mapping."""
 
-    name: str  # "*": the field is a mapping of blocks by their names
+    name: str  # "*": the field is a mapping of block names to blocks
     read: Callable[[Any], Any] = _same  # the key's value -> the field's
     shown: Callable[[Any], Any] = _same  # the field's value -> the key's
     when: Callable[[Any], bool] = lambda section: True  # whether the section of the plan uses the key
 
 
 def of(*keys: Json) -> Any:
-    """A field that follows from several keys."""
+    """A field that is derived from several keys."""
     return field(metadata={"keys": keys})
 
 
@@ -67,7 +67,7 @@ def block(name: str) -> Any:
 
 
 def _without_secrets(blocks: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of monitors' blocks, for logs and reports."""
+    """The values of the monitors' blocks without secrets, for logs and reports."""
     hidden = ("api_key", "headers")
     return {name: "(hidden)" if value and name.rpartition(".")[2] in hidden else value for name, value in _leaves(blocks)}
 
@@ -79,7 +79,7 @@ def json_keys(section: Any) -> dict[str, tuple[Json, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataWorld:
-    ranks: int  # of the engine
+    ranks: int  # number of ranks of the engine
     one_host: bool = True  # whether all ranks share a host
 
 
@@ -90,10 +90,10 @@ class ModelFacts:
     device_type: str
     supports_bf16: bool
     loader_batch_size: int | None = None  # of a DataLoader passed by the user
-    has_data: bool = True  # the engine makes the loader
+    has_data: bool = True  # whether the engine makes the loader
     optimizer_lr: float | None = None  # of an optimizer passed by the user
-    brings_schedule: bool = False  # the user passes a schedule, so the config's is not built
-    mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> its size, of a pipeline module, an mpu or mesh_param
+    brings_schedule: bool = False  # whether the user passes a schedule, so the config's is not built
+    mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> size, from a pipeline module, an mpu or mesh_param
     ahead: bool = False  # a dry run: values that the training loop sets may be missing
 
 
@@ -107,7 +107,7 @@ class MeshPlan:
 
     @property
     def model_size(self) -> int:
-        """The ranks that hold one replica of the model."""
+        """The number of ranks that hold one replica of the model."""
         return self.pp * self.sp * self.tp
 
 
@@ -118,8 +118,8 @@ class PipelinePlan:
     partition: str = key("pipeline.partition", read=lambda method: "parameters" if method == "best" else method)
     reduce: Literal["step", "micro_batch"] = key("slipstream.pipeline.reduce")
     recompute_interval: int = key("pipeline.activation_checkpoint_interval")  # layers that are recomputed together; 0: the module's
-    shares_outputs: bool = key("pipeline.pipe_partitioned")  # of a stage: each tp rank sends a share of them
-    shares_grads: bool = key("pipeline.grad_partitioned")  # of a stage's inputs
+    shares_outputs: bool = key("pipeline.pipe_partitioned")  # each tp rank sends a share of a stage's outputs
+    shares_grads: bool = key("pipeline.grad_partitioned")  # the same for the gradients of a stage's inputs
 
 
 def _unless_auto(value: Any) -> Any:
@@ -130,7 +130,7 @@ def _unless_auto(value: Any) -> Any:
 class ExpertPlan:
     """How layers of experts are split over ranks, and what their routers do."""
 
-    enabled: bool = key("expert_parallel.enabled")  # else `size` is 1 and all below it of this block None
+    enabled: bool = key("expert_parallel.enabled")  # otherwise `size` is 1 and the fields below of this block are None
     size: int = key("expert_parallel.autoep_size")
     rest_unused: bool = key("slipstream.rest_unused_experts")
     preset: str | None = key("expert_parallel.preset_model")
@@ -163,8 +163,8 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """`train_batch_size` = `micro_batch_size` x `accumulation` x data-parallel ranks; with `elastic` ranks may get one sample less
-    in each micro-batch."""
+    """`train_batch_size` = `micro_batch_size` x `accumulation` x data-parallel ranks; with `elastic`, some ranks get one sample
+    less in each micro-batch."""
 
     train_batch_size: int = key("train_batch_size")
     micro_batch_size: int = key("train_micro_batch_size_per_gpu")
@@ -174,15 +174,15 @@ class BatchPlan:
 
     @property
     def per_pass(self) -> int:
-        """Samples of a micro-batch of all ranks."""
+        """The number of samples in a micro-batch of all ranks."""
         return self.train_batch_size // self.accumulation
 
     def own(self, index: int, ranks: int) -> int:
-        """Samples of a micro-batch of the rank at `index` of `ranks`: they are dealt round-robin."""
+        """The number of samples in a micro-batch of rank `index` of `ranks`; samples are distributed round-robin."""
         return -(-(self.per_pass - index) // ranks)
 
     def weight(self, index: int, ranks: int) -> float:
-        """What that rank's mean loss counts, so that the mean over ranks is the mean over samples."""
+        """The weight of that rank's mean loss with which the mean over ranks is the mean over samples."""
         return self.own(index, ranks) * ranks / self.per_pass
 
 
@@ -191,12 +191,12 @@ class ZeroPlan:
     stage: Literal[0, 1, 2, 3] = key("zero_optimization.stage")
     # MiCS: ranks that share one copy of the states; None = all data-parallel ranks
     shard_size: int | None = key("zero_optimization.mics_shard_size", read=lambda size: size if size > 0 else None)
-    # ZeRO++: neighboring ranks that exchange weights and codes of gradients before these cross groups; None = no groups
+    # ZeRO++: neighboring ranks, which exchange weights and codes of gradients before these cross groups; None = no groups
     group_size: int | None = key("zero_optimization.zero_hpz_partition_size", read=lambda size: size if size > 1 else None)
     transport: Literal["auto", "shared", "gloo"] = key("slipstream.transport")
-    sends_rows: bool = key("sparse_gradients")  # of embeddings
-    coded_weights: bool = key("zero_optimization.zero_quantized_weights")  # gathered or published weights
-    coded_frozen: bool = key("zero_optimization.zero_quantized_nontrainable_weights")  # frozen weights at rest and gathered
+    sends_rows: bool = key("sparse_gradients")  # send only the nonzero rows of embeddings' gradients
+    coded_weights: bool = key("zero_optimization.zero_quantized_weights")  # gather or publish weights in codes
+    coded_frozen: bool = key("zero_optimization.zero_quantized_nontrainable_weights")  # store and gather frozen weights in codes
     # Error feedback of gradients in codes: the weight of old errors in the new ones, and steps until they are dropped. None = off
     error_beta: float | None = key("zero_optimization.zeropp_loco_param.err_beta", when=lambda plan: plan.error_beta is not None)
     error_steps: int = key("zero_optimization.zeropp_loco_param.reset_T", when=lambda plan: plan.error_beta is not None)
@@ -211,7 +211,7 @@ def _has_rounds(plan: LocalStepsPlan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStepsPlan:
-    """Replicas that exchange weights after `every` steps; 0: gradients in every step."""
+    """Replicas that exchange weights every `every` steps; 0: gradients are exchanged in every step."""
 
     every: int = key("slipstream.local_steps.every")
     lr: float = key("slipstream.local_steps.outer_lr", when=_has_rounds)
@@ -241,7 +241,7 @@ def _uses_disk(plan: OffloadPlan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """Where states are stored. "cpu" is host memory, which has no effect if the device is a CPU."""
+    """Where states are stored. "cpu" is host memory; it has no effect if the device is a CPU."""
 
     optimizer: Literal["none", "cpu", "nvme"] = key(f"{_OPTIMIZER}.device", when=_is_offloaded)  # masters and moments
     optimizer_path: str | None = key(f"{_OPTIMIZER}.nvme_path", when=_is_on_disk)
@@ -300,7 +300,7 @@ class PrecisionPlan:
         Json("bf16.bf16_optimizer_states", shown=_is(torch.bfloat16)),
         Json("slipstream.optimizer_states", shown=lambda dtype: "int8" if dtype is torch.int8 else "default"),
     )
-    stochastic_rounding: bool = key("slipstream.stochastic_rounding")  # of bf16 weights without masters
+    stochastic_rounding: bool = key("slipstream.stochastic_rounding")  # for bf16 weights without masters
     # None = the gradient's own at accumulation 1, fp32 above
     grad_accum_dtype: torch.dtype | None = key("data_types.grad_accum_dtype")
     # int8 and int4: codes, sent as bytes. None = the gradient's own
@@ -340,7 +340,7 @@ class ActivationPlan:
     # Recompute: number of blocks, from the first; None = all.
     num_blocks: int | None = key("activation_checkpointing.number_checkpoints", read=lambda number: number or None)
     inputs_on_host: bool = key("activation_checkpointing.cpu_checkpointing")  # recompute: keep saved inputs in host memory
-    # With the device, before and after each block's forward and recompute.
+    # Synchronize with the device before and after each block's forward and recompute.
     synchronize: bool = key("activation_checkpointing.synchronize_checkpoint_boundary")
     profile: bool = key("activation_checkpointing.profile")
 
@@ -363,7 +363,7 @@ class LayerDropPlan:
 class CheckpointPlan:
     tag_validation: Literal["ignore", "warn", "fail"] = key("checkpoint.tag_validation")
     asynchronous: bool = of(Json("checkpoint.writer.decoupled"), Json("datastates_ckpt", shown=lambda on: {} if on else False))
-    per_host: bool = key("checkpoint.use_node_local_storage")  # each host has a directory of its own
+    per_host: bool = key("checkpoint.use_node_local_storage")  # each host has its own directory
     universal: bool = key("checkpoint.load_universal")  # a load without a tag prefers `latest_universal` to `latest`
     keep: int | None = key("slipstream.keep_checkpoints")  # number of newest checkpoints to keep in a directory; None = all
     folder: str | None = key("slipstream.checkpoint.folder")  # of checkpoints that the engine saves by itself; None = none
@@ -376,7 +376,7 @@ class CheckpointPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    max_tokens: int = key("hybrid_engine.max_out_tokens")  # of a prompt and its answer
+    max_tokens: int = key("hybrid_engine.max_out_tokens")  # of a prompt and its answer together
     releases_memory: bool = key("hybrid_engine.release_inference_cache")  # after each call of generate
 
 
@@ -398,12 +398,12 @@ class TrafficPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptivePlan:
-    """A global batch that follows the gradient noise scale, in samples."""
+    """A global batch that follows the gradient noise scale. Sizes are in samples."""
 
     least: int = key("slipstream.adaptive_batch.min_batch_size")
     most: int = key("slipstream.adaptive_batch.max_batch_size")
     every: int = key("slipstream.adaptive_batch.every")  # steps between changes
-    ratio: float = key("slipstream.adaptive_batch.ratio")  # of the batch to the noise scale
+    ratio: float = key("slipstream.adaptive_batch.ratio")  # of batch to noise scale
     smoothing: float = key("slipstream.adaptive_batch.smoothing")  # weight of past measurements
     scale_lr: Literal["none", "sqrt", "linear"] = key("slipstream.adaptive_batch.scale_lr")
 
@@ -449,7 +449,7 @@ class Plan:
     monitors: Mapping[str, Mapping[str, Any]] = key(
         "*", shown=lambda blocks: _without_secrets({name: {"enabled": True, **block} for name, block in blocks.items()})
     )
-    # The blocks of slipstream.monitors, of which `custom` has arguments by the dotted names of classes.
+    # The blocks of slipstream.monitors; `custom` maps dotted names of classes to arguments.
     own_monitors: Mapping[str, Mapping[str, Any]] = key(
         "slipstream.monitors.*",
         shown=lambda blocks: _without_secrets({name: list(block) if name == "custom" else block for name, block in blocks.items()}),
@@ -475,10 +475,10 @@ class Plan:
     trace: TracePlan | None
     dump_state: bool = key("dump_state")
     log_level: str | None = key("log_level")
-    seed: int = key("slipstream.seed")  # of the data loader's shuffle
+    seed: int = key("slipstream.seed")  # for the data loader's shuffle
     debug: DebugPlan
     idle: Mapping[str, str]  # keys that the user set and that have no effect here -> why; `keys.say_idle` logs them
-    notes: tuple[str, ...]  # on other keys; `keys.say` logs them
+    notes: tuple[str, ...]  # notes on other keys; `keys.say` logs them
     sources: Mapping[str, str]
 
     @property
@@ -522,12 +522,12 @@ def _have(keys: Collection[str]) -> str:
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:
-    """Return the plan's values by JSON key, in the order of the fields. Of blocks, without keys that have no effect."""
+    """Return the plan's values by JSON key, in the order of the fields; without those keys of blocks that have no effect."""
     return {name: value for name, value, is_item in _items(plan) if not is_item or name in plan.sources}
 
 
 def _items(section: Any) -> Iterator[tuple[str, Any, bool]]:
-    """Keys and values, and whether a mapping holds them."""
+    """(key, value, whether a mapping holds it)."""
     for name, keys in json_keys(section).items():
         value = getattr(section, name)
         for json in keys:

@@ -1,8 +1,8 @@
 """Combinations of settings that are refused, and settings without effect in a combination: one row each.
 
 The text of a row is a format string of the case `c`. A new axis adds rows here or, if the optimizer matters, in optim/fit.py. The
-conditions see a complete plan, so resolution.py computes one even for a config that is then refused. Batch sizes that disagree and
-arguments of an optimizer or scheduler that are not valid have no plan: resolution.py raises their errors.
+conditions see a complete plan, so resolution.py computes one even for a config that is then refused. Conflicting batch sizes and
+invalid arguments of an optimizer or scheduler have no plan: resolution.py raises their errors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHECK = "slipstream.check_grad_overflow"  # for fp32; DeepSpeed has a key for b
 _CODES = (torch.int8, INT4)
 _CURVATURE = ("verbose", "max_iter", "tol", "stability", "gas_boundary_resolution", "layer_name", "layer_num")
 _EFFICIENCY = "data_efficiency"
-# A switch, and one around it, of which DeepSpeed reads the inner one only
+# (inner switch, outer switch): DeepSpeed reads only the inner one
 _SWITCHES = [
     (f"{_EFFICIENCY}.{inner}.enabled", f"{_EFFICIENCY}{outer}.enabled")
     for block, parts in {"data_sampling": ("curriculum_learning", "dynamic_batching"), "data_routing": ("random_ltd",)}.items()
@@ -47,7 +47,7 @@ def matching(rows: Iterable[Refusal], case: Any) -> Iterator[str]:
 
 
 class Case:
-    """A config for the rows of this file: its keys, the plan that follows from them, and names for parts of both."""
+    """A config for the rows of this file: its keys, the resulting plan, and names for parts of both."""
 
     def __init__(self, values: Values, plan: Plan, world: DataWorld) -> None:
         self.values, self.plan, self.facts = values, plan, values.facts
@@ -67,19 +67,19 @@ class Case:
         self.compiler_given = values.is_given("compile.backend") or values.is_given("compile.kwargs")
         self.compile_decided = values.is_given("compile.enabled") or values.is_given("compile.disable")
         self.one_host = world.one_host
-        self.replicas = world.ranks // plan.mesh.model_size  # ranks that have samples of their own
-        self.sharing = world.ranks // plan.mesh.pp  # ranks that have a replica of a dense parameter
+        self.replicas = world.ranks // plan.mesh.model_size  # number of ranks that have samples of their own
+        self.sharing = world.ranks // plan.mesh.pp  # number of ranks that have a replica of a dense parameter
         self.shards = self.zero.shard_size or (plan.mesh.sp * plan.mesh.tp if plan.local_steps.every else self.sharing)
         self.divisors, self.shard_divisors = _divisors(self.sharing), _divisors(self.shards)
         self.sizes = mesh_sizes(values)
         self.whole_blocks = self.offload.block_nbytes >= 4096 and self.offload.block_nbytes % 4096 == 0
-        self.param_tier = values.tier("param")  # also where the stage ignores it
+        self.param_tier = values.tier("param")  # even if the stage ignores it
         paths = (f"{_BLOCKS}.number_checkpoints", f"{_BLOCKS}.cpu_checkpointing")
         self.recomputing = " and ".join(f"{path} ({str(values[path]).lower()})" for path in paths if values[path])
 
     @property
     def instead(self) -> str:
-        """What splits a model without axes of its own, as an end of a sentence."""
+        """How to split a model without axes of its own, as the end of a sentence."""
         return "" if self.zero.stage == 3 else " (zero_optimization.stage 3 shards the model, too)"
 
     @property
@@ -88,7 +88,7 @@ class Case:
 
     @property
     def once_differentiable(self) -> str:
-        """What the config asks for that has no second derivative, none in its range (fp16), or needs the weights elsewhere."""
+        """The settings that have no second derivative, none in their range (fp16), or that need the weights elsewhere."""
         asked = {
             "fp16.enabled": self.half == "fp16",  # scaled by 2^16 they overflow, and every layer counts as equally sensitive
             "compile.enabled": self.plan.compile,
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def unmeasured(self) -> str:
-        """What the config asks for with which a micro-batch's gradient is not seen whole on one rank, or the step's is no mean."""
+        """The settings with which no rank sees a micro-batch's whole gradient, or the step's gradient is no mean."""
         asked = {
             "parts of the model on several ranks": self.plan.mesh.model_size * self.plan.experts.size > 1,
             "slipstream.local_steps": self.plan.local_steps.every,
@@ -112,7 +112,7 @@ class Case:
 
     @property
     def uneven(self) -> str:
-        """What the config asks for with which the mean over samples is not built where some ranks have fewer."""
+        """The settings that do not build the mean over samples if some ranks have fewer."""
         if self.plan.batch.per_pass % self.replicas == 0:
             return ""
         asked = {
@@ -131,7 +131,7 @@ class Case:
 
     @property
     def decided_elsewhere(self) -> str:
-        """What the config asks for that counts on one batch size in all steps."""
+        """The settings that require one batch size for all steps."""
         asked = {
             "elasticity": self.values["elasticity.enabled"],
             f"{_EFFICIENCY}.data_sampling.curriculum_learning": self.curriculum,
@@ -140,15 +140,15 @@ class Case:
 
     @property
     def bubble(self) -> float:
-        """The idle share of a pipeline's step, with equal times of forward, and of backward by inputs and by weights: that of
-        parallel/schedule.py's `Style` from as many micro-batches as stages on."""
+        """The idle share of a pipeline's step, with equal times of forward and of backward by inputs and by weights: that of
+        parallel/schedule.py's `Style`, for at least as many micro-batches as stages."""
         chunks = self.plan.pipeline.chunks
         parts = self.plan.batch.accumulation * {"zero_bubble": 3 * chunks, "v": 6}.get(self.plan.pipeline.schedule, chunks)
         return (self.plan.mesh.pp - 1) / (parts + self.plan.mesh.pp - 1)
 
     @property
     def enough(self) -> int:
-        """The customary four micro-batches a stage, of which interleaved stages share the gaps."""
+        """The customary number of micro-batches: four per stage, where interleaved stages share the gaps."""
         return -(-4 * self.plan.mesh.pp // self.plan.pipeline.chunks)
 
     @property
@@ -158,7 +158,7 @@ class Case:
 
     @property
     def contradiction(self) -> str:
-        """The first axis whose size is stated twice, differently, as text; "" if there is none."""
+        """The first axis whose size is stated twice with different values, as text; "" if there is none."""
         differing = (stated for stated in self.sizes.values() if len({size for _, size in stated}) > 1)
         return " and ".join(f"{name} ({size})" for name, size in next(differing, []))
 
@@ -179,7 +179,7 @@ def _divisors(ranks: int) -> str:
 
 
 def _is_alone(inner: str, outer: str, case: Case) -> bool:
-    """Whether a switch is on whose outer one is explicitly off."""
+    """Whether a switch is on while its outer switch is explicitly off."""
     return bool(case.values[inner] and not case.values[outer] and case.values.is_given(outer))
 
 
@@ -188,12 +188,12 @@ def _is_implied(inner: str, outer: str, case: Case) -> bool:
 
 
 def _idle(path: str, why: str, when: Callable[[Any], Any]) -> Refusal:
-    """A key that is set to something, but has no effect in a combination."""
+    """A row for a key that is set, but has no effect in a combination."""
     return Refusal(lambda c: c.values[path] and when(c), f"{path} has no effect here: {why}")
 
 
 def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
-    """For each axis of `MeshPlan`, the sizes that keys or arguments state, with their names."""
+    """The sizes that keys or arguments state for each axis of `MeshPlan`, with their names."""
     stated: dict[str, list[tuple[str, int]]] = {}
     for axis, paths in MESH_KEYS.items():
         sizes = {path: values[path] for path in paths if values.is_given(path)}
@@ -461,7 +461,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 
-# Of `engine.surgery()`; the case is the engine's `States`.
+# For `engine.surgery()`; the case is the engine's `States`.
 SURGERY: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.local_steps.every,

@@ -129,7 +129,7 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
 
 
 def case_of(values: Values, world: DataWorld) -> Case:
-    """Compute the plan, also of a config that a row of refusals.py refuses."""
+    """Compute the plan, even for a config that a row of refusals.py refuses."""
     mesh = _mesh(values)
     batch, offload = _batch(values, world, mesh), _offload(values)
     loco = values.parsed.config.zero_optimization.zeropp_loco_param
@@ -165,7 +165,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         traffic=values.section(TrafficPlan) if values["comms_logger.enabled"] else None,
         trace=values.section(TracePlan) if values.parsed.config.slipstream.trace is not None else None,
         quantized=_quantized(values),
-        # With states on disk, the next step overwrites in place what a background thread would still read.
+        # With states on disk, the next step would overwrite in place what a background thread still reads.
         checkpoint=values.section(CheckpointPlan, asynchronous=values.asks_to_write_later and not offload.uses_disk),
         debug=values.section(DebugPlan),
         idle=keys.without_effect(values.parsed.leaves.values()),
@@ -200,8 +200,8 @@ def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _efficiency(values: Values) -> dict[str, Any]:
-    """The enabled parts of `data_efficiency` by path, with the seed and the loader's options beside them; {} if all are off.
-    Switches around them count only if they are off (refusals.py)."""
+    """The enabled parts of `data_efficiency` by path, with the seed and the loader's options; {} if all are off. Outer switches
+    count only if they are off (refusals.py)."""
     block = values.parsed.config.data_efficiency
     sampling, routing = block.data_sampling, block.data_routing
     parts: dict[str, Any] = {
@@ -215,7 +215,7 @@ def _efficiency(values: Values) -> dict[str, Any]:
 
 
 def _noise_every(values: Values) -> int:
-    """What a batch follows that adapts is measured in each step, unless the config says how often."""
+    """The noise scale is measured in each step if the batch adapts to it, unless the config states how often."""
     every: int = values["slipstream.noise_scale_every"]
     if every == 0 and values.parsed.config.slipstream.adaptive_batch is not None:
         values.sources["slipstream.noise_scale_every"] = "derived: slipstream.adaptive_batch"
@@ -253,13 +253,13 @@ class Values:
         return self.parsed.leaves[path].value
 
     def section(self, kind: type[T], **computed: Any) -> T:
-        """Create a section of the plan. Fields that are not computed have one key each and are read."""
+        """Create a section of the plan. Fields that are not computed have one key each, and are read from it."""
         read = {name: json for name, json in json_keys(kind).items() if name not in computed}
         return kind(**{name: json.read(self[json.name]) for name, (json,) in read.items()}, **computed)
 
     @property
     def asks_to_write_later(self) -> bool:
-        """Asynchronous checkpoints; DeepSpeed's second engine for them asks by being there, as `{}`."""
+        """Whether checkpoints are asynchronous; DeepSpeed's second engine for them is enabled by its presence, even as `{}`."""
         return bool(self["checkpoint.writer.decoupled"]) or self["datastates_ckpt"] is not False
 
     def tier(self, states: str) -> Any:
@@ -339,7 +339,7 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
 
 
 def _elastic_batch(values: Values, world: DataWorld, mesh: MeshPlan, ranks: int) -> BatchPlan:
-    """The batch sizes by the block `elasticity`, on `ranks` data-parallel ranks."""
+    """The batch sizes from the block `elasticity`, on `ranks` data-parallel ranks."""
     block = values.parsed.config.elasticity
     elastic.check_stated(block, (path for path in elastic.BATCH_KEYS if values.is_given(path)))
     if block.version == 0.2 and block.model_parallel_size != mesh.model_size:
@@ -357,7 +357,7 @@ def _elastic_batch(values: Values, world: DataWorld, mesh: MeshPlan, ranks: int)
 
 
 def _default_micro_batch(values: Values) -> int | None:
-    """Return the micro-batch size if the config sets no batch size, or None if it has to set one."""
+    """Return the micro-batch size if the config sets no batch size; None if it must set one."""
     is_auto, loader = values.is_auto("train_micro_batch_size_per_gpu"), values.facts.loader_batch_size
     if not is_auto and not values.facts.ahead:
         return None
@@ -385,7 +385,7 @@ DEEPSPEEDS = "Check batch related parameters: "  # DeepSpeed's message begins wi
 
 
 class WorldError(ValueError):
-    """Batch sizes that do not fit the number of data-parallel ranks; `fits` is a number of ranks that they fit, if there is one."""
+    """Batch sizes do not fit the number of data-parallel ranks. `fits`: a number of ranks that they fit, if there is one."""
 
     def __init__(self, message: str, fits: int | None) -> None:
         super().__init__(message)
@@ -423,11 +423,10 @@ def triad(train: int | None, micro: int | None, accumulation: int | None, ranks:
 
 
 def elastic_triad(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Triad:
-    """The triad of a `train_batch_size` that stays on any number of ranks.
+    """The triad of a `train_batch_size` that stays the same on any number of ranks.
 
-    micro: the most samples of a rank in a micro-batch, which `accumulation` gives way to; the rank's own may be one less.
-
-    Micro-batches of all ranks have equal sizes, so that a rank's share, and with it the weight of its loss, is the same in all.
+    micro: the maximum samples of a rank in a micro-batch; it overrides `accumulation`. The rank's actual number may be one less.
+    Micro-batches of all ranks have equal sizes, so a rank's share, and with it the weight of its loss, is the same in all of them.
     Raises ValueError without a batch, WorldError if no number of equal micro-batches has a sample for each rank.
     """
     if train is None:
@@ -529,7 +528,7 @@ def _offload(values: Values) -> OffloadPlan:
         if tier != values[f"zero_optimization.{block}.device"]:
             values.sources[f"zero_optimization.{block}.device"] = f"derived: zero_optimization.{older}"
     if param != "none" and optimizer == "none" and values.facts.device_type == "cuda" and values["zero_optimization.stage"] == 3:
-        optimizer = "cpu"  # which computes the weights where they are
+        optimizer = "cpu"  # the host then updates the weights where they are stored
         values.sources["zero_optimization.offload_optimizer.device"] = "derived: zero_optimization.offload_param.device"
     if param == "none" or values["zero_optimization.stage"] == 3:
         return values.section(OffloadPlan, optimizer=optimizer, param=param)
@@ -538,7 +537,7 @@ def _offload(values: Values) -> OffloadPlan:
 
 
 def _optimizer(values: Values) -> tuple[OptimizerPlan | None, float]:
-    """Return the optimizer and the clipping norm, which can be among the optimizer's arguments."""
+    """Return the optimizer and the clipping norm, which may be among the optimizer's arguments."""
     clipping = float(values["gradient_clipping"])
     if values.sources["gradient_clipping"] == "default":
         values.sources["gradient_clipping"] = DEFAULT_CLIPPING
@@ -647,7 +646,7 @@ def _compression(values: Values) -> dict[str, Any] | None:
 
 
 def _eigenvalues(values: Values) -> list[dict[str, Any]]:
-    """The enabled blocks `eigenvalue`, at the top and of quantize_training, without their switch."""
+    """The enabled blocks `eigenvalue`, at the top and in quantize_training, without their switch."""
     config = values.parsed.config
     blocks = [each.model_dump() for each in (config.eigenvalue, config.quantize_training.eigenvalue)]
     return [block for block in blocks if block.pop("enabled")]

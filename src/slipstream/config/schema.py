@@ -4,8 +4,8 @@ One class per block and one field per key, with the names and defaults of DeepSp
 attention, elasticity, MoQ, ...) stay, so that old files parse. Slipstream's own options are in the block `slipstream`.
 
 A field states the fate of its key (see keys.py): `honored` with its meaning, `no_effect` with the reason, or `switch` if it enables
-a feature that is not built yet. A field without one configures the `feature` of its block. A new key is one line here, and one in
-plan.py if the plan carries it.
+a feature that is not built yet. A field without a fate configures the `feature` of its block. A new key is one line here, and one
+in plan.py if the plan carries it.
 
 Invariants: no field accepts `"auto"` or `null` (`parse.py` removes both first, so the default means "not set"); every class forbids
 unknown keys; `import slipstream` does not import this file or pydantic.
@@ -113,7 +113,7 @@ class Bf16(Block):
 
 
 class Amp(Block):
-    """NVIDIA Apex: every key but `enabled` is an argument of `apex.amp.initialize`."""
+    """NVIDIA Apex: every key except `enabled` is an argument of `apex.amp.initialize`."""
 
     feature = Feature("NVIDIA Apex AMP", _AMP)
     model_config = ConfigDict(extra="allow")
@@ -517,7 +517,7 @@ child: Callable[[Any], Child | None] = cache(_child)
 
 
 def walk(block: type[Block] = Config, prefix: str = "", feature: Feature | None = None, owner: str = "") -> Iterator[Key]:
-    """Yield every key below a block. A field without a fate belongs to the nearest block with a feature."""
+    """Yield every key below a block. A field without a fate belongs to the nearest enclosing block with a feature."""
     if block.feature is not None:
         feature, owner = block.feature, prefix.rstrip(".")
     for name, field in block.model_fields.items():

@@ -1,6 +1,6 @@
 """Parse config text (JSON, or JSON with comments) and format values for messages.
 
-DeepSpeed reads HJSON. Its commonly used extensions are accepted if plain JSON fails: comments (`//`, `#`, `/* */`) and trailing
+DeepSpeed reads HJSON. Its common extensions are accepted if plain JSON fails: comments (`//`, `#`, `/* */`) and trailing
 commas. All functions need linear time and a bounded stack for any input.
 """
 
@@ -66,7 +66,7 @@ def shown(value: Any) -> str:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Keep strings and replace comments and commas by spaces, so that line and column in errors stay correct."""
+    """Keep strings, and replace comments and commas by spaces, so that line and column in errors stay correct."""
     text = match[0]
     return text if text.startswith('"') else re.sub(r"[^\n]", " ", text)
 

@@ -1,6 +1,6 @@
-"""A run of a script that `slipstream tune` has started: its config, its length, and the folder for what it measures.
+"""A run of a script that `slipstream tune` has started: its config, its length, and the folder for its measurements.
 
-The tuner names the folder in the environment variable SLIPSTREAM_TRIAL, which is read here only. All hosts of a run see the folder.
+The tuner passes the folder in the environment variable SLIPSTREAM_TRIAL, read only here. All hosts of a run see the folder.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ TASK, PROGRESS, SURVEY, STOP = "trial.json", "progress.jsonl", "survey.json", "s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a run has to do."""
+    """The task of a run."""
 
     folder: Path
-    config: Mapping[str, Any]  # laid over the script's own
+    config: Mapping[str, Any]  # overrides the script's own config
     warmup: int = 0  # steps before those that are timed
-    steps: int = 0  # that are timed; then the script ends. 0: it trains to its own end
-    rates: tuple[float, float] | None = None  # learning rates, between which the steps grow exponentially
-    survey: Mapping[str, Any] | None = None  # how rank 0 predicts the other configurations (train/trial.py); None: it does not
+    steps: int = 0  # timed steps, after which the script ends. 0: it trains to its own end
+    rates: tuple[float, float] | None = None  # learning rates between which the rate grows exponentially over the steps
+    survey: Mapping[str, Any] | None = None  # how rank 0 predicts other configurations (train/trial.py); None: no prediction
 
 
 def current() -> Trial | None:
@@ -40,7 +40,7 @@ def current() -> Trial | None:
 
 
 def laid_over(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `config`, block by block. "auto" leaves what the base has."""
+    """`base` overridden by the values of `config`, block by block. "auto" keeps the base's value."""
     result = dict(base)
     for key, value in config.items():
         below = base.get(key)
@@ -54,7 +54,7 @@ def laid_over(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
 
 
 def nested(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of the changes, whose keys are dotted."""
+    """A nested config from changes with dotted keys."""
     config: dict[str, Any] = {}
     for key, value in changes.items():
         *blocks, name = key.split(".")
@@ -66,7 +66,7 @@ def nested(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Atomic: a reader sees the old file or the new one."""
+    """Write atomically: a reader sees the old file or the new one."""
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(value, indent=1) + "\n")
     partial.replace(path)

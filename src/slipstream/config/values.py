@@ -1,7 +1,7 @@
-"""Fields of the schema: types of values, tolerant of the forms that users and launchers write, and fates (see keys.py).
+"""Fields of the schema: value types, which accept the forms that users and launchers write, and fates (see keys.py).
 
 Numbers may be strings (YAML parses 1e-5 as one), sizes may be floats (0.9 * hidden * hidden), "never" may be infinity, and dtypes
-have several spellings. Every key of a type accepts the same forms.
+have several spellings. All keys of a type accept the same forms.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ Even = Annotated[int, BeforeValidator(_integral), Field(ge=2, le=sys.maxsize, mu
 Count = Annotated[int, BeforeValidator(_integral), Field(ge=1, le=sys.maxsize)]
 Size = Annotated[int, BeforeValidator(_truncated), Field(ge=0, le=sys.maxsize)]
 Real = Annotated[float, BeforeValidator(numeric), Field(allow_inf_nan=False)]
-Number = Annotated[int | float, BeforeValidator(numeric), AfterValidator(_finite)]  # a whole number stays one
+Number = Annotated[int | float, BeforeValidator(numeric), AfterValidator(_finite)]  # an integer stays an integer
 Positive = Annotated[float, BeforeValidator(numeric), Field(gt=0, allow_inf_nan=False)]
 Scale = Annotated[float, BeforeValidator(numeric), Field(le=2.0**64, allow_inf_nan=False)]  # loss scales: at most 2**64
 Fraction = Annotated[float, BeforeValidator(numeric), Field(ge=0, le=1)]
@@ -106,7 +106,7 @@ WireDtype = Annotated[Literal["fp32", "fp16", "bf16", "int8", "int4"] | None, Be
 DtypeOrNone = Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_dtype_or_none)]
 Word = Annotated[
     T, BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
-]  # of a literal type, in any case
+]  # for a literal type, in any case
 Device = Word[Literal["none", "cpu", "nvme"]]
 Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
@@ -114,12 +114,12 @@ Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance
 class Block(BaseModel):
     """A JSON object. Keys that are not fields are rejected."""
 
-    feature: ClassVar[Feature | None] = None  # to which keys without a fate belong, here and in blocks below
+    feature: ClassVar[Feature | None] = None  # the feature of keys without a fate, here and in inner blocks
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
 
     def __hash__(self) -> int:
-        return hash(type(self))  # pydantic copies defaults deeply that have no hash: half of the time of a parse
+        return hash(type(self))  # pydantic deep-copies defaults without a hash: half of the parsing time
 
 
 def honored(default: Any, meaning: str) -> Any:
@@ -133,7 +133,7 @@ def no_effect(default: Any, reason: str) -> Any:
 
 
 def switch(default: Any = False, feature: Feature | None = None, *, off: tuple[Any, ...] = (False, None)) -> Any:
-    """A key that enables a feature that is not built yet, the block's if none is passed. off: values that do not enable it."""
+    """A key that enables a feature that is not built yet (default: the block's). off: values that do not enable it."""
     return _field(default, Key(feature=feature, off=off))
 
 

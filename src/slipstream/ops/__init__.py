@@ -1,4 +1,4 @@
-"""Kernels for the hot loops: sums over ranks, fused optimizers, streaming copies, quantization, atomics. Each has a twin in torch.
+"""Kernels for the hot loops: sums over ranks, fused optimizers, streaming copies, quantization, atomics. Each has a torch twin.
 
 `cpu.py` and `optim.py` check arguments and dispatch, `reference.py` and `optim_reference.py` hold the torch twins, `build.py`
 compiles and loads the C library (`csrc/`), `words.py` does atomics and futexes. Importing compiles and loads nothing; the first

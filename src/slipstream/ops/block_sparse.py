@@ -1,8 +1,8 @@
-"""Attention over the blocks of scores that a layout names, forward and backward: kernels for CPUs and, by Triton, for GPUs
-(`ops/triton/sparse.py`), and a twin in torch.
+"""Attention over the blocks of scores that a layout selects, forward and backward: kernels for CPUs and, with Triton, for GPUs
+(`ops/triton/sparse.py`), and a torch twin.
 
-Time and memory are linear in the number of blocks. The kernels keep one log-sum-exp per query and compute scores again for the
-gradients (Dao et al., arXiv 2205.14135). Their arithmetic is fp32. Queries without a key get zeros.
+Time and memory are linear in the number of blocks. The kernels keep one log-sum-exp per query and recompute scores for the
+gradients (Dao et al., arXiv 2205.14135). Their arithmetic is fp32. Queries without any key get zeros.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from slipstream.ops import build, cpu, gpu
 from slipstream.ops.derivatives import once_differentiable
 
-PANEL = 16  # queries or keys; the kernels' unit, and the smallest block
-_MOST = 4  # panels of queries in a tile
+PANEL = 16  # number of queries or keys: the kernels' unit, and the smallest block
+_MOST = 4  # maximum panels of queries in a tile
 MOST_DIM = 256
 _LEAST = -1e30  # a score below it is masked: LOW in csrc/sparse.c
 
@@ -46,9 +46,9 @@ class _Sparse(ctypes.Structure):
 
 
 class _Tiles(NamedTuple):
-    """A layout as the kernels read it. A tile: up to 64 neighboring queries that attend to the same panels of 16 keys."""
+    """A layout in the form that kernels read. A tile: up to 64 neighboring queries that attend to the same panels of 16 keys."""
 
-    tiles: Tensor  # int32 [tiles, 4]: first panel of queries, number of them, begin and end in `panels`
+    tiles: Tensor  # int32 [tiles, 4]: first panel of queries, their number, begin and end in `panels`
     panels: Tensor  # int32
     layouts: Tensor  # int64 [layouts + 1]: where the tiles of each begin; [2, layouts + 1] for a GPU (`BlockLayout.on`)
 
@@ -57,7 +57,7 @@ class BlockLayout:
     """The blocks of scores that are computed.
 
     blocks: [H, L / block, L / block], nonzero where a block of queries attends to a block of keys; H is 1 or the number of query
-    heads. block: a multiple of 16. causal: no query sees a later key, in blocks on the diagonal too. Raises ValueError.
+    heads. block: a multiple of 16. causal: no query sees a later key, also in blocks on the diagonal. Raises ValueError.
     """
 
     def __init__(self, blocks: Tensor, block: int, *, causal: bool = False) -> None:
@@ -73,7 +73,7 @@ class BlockLayout:
         if len(blocks) > 1 and bool((blocks == blocks[:1]).all()):
             blocks = blocks[:1]
         self.blocks, self.block, self.causal, self.length = blocks, block, causal, blocks.shape[1] * block
-        self.tiles = self._cut(blocks, _runs)  # not when first used: a compiled model reads it
+        self.tiles = self._cut(blocks, _runs)  # now, not on first use, because a compiled model reads it
         self._on: dict[torch.device, _Tiles] = {}
 
     def __deepcopy__(self, memo: object) -> BlockLayout:
@@ -84,12 +84,12 @@ class BlockLayout:
 
     @functools.cached_property
     def density(self) -> float:
-        """The share of blocks that are computed."""
+        """The fraction of blocks that are computed."""
         return float(self.blocks.float().mean())
 
     def on(self, device: torch.device) -> _Tiles:
-        """`tiles`, or as GPUs read a layout: tiles of queries of one size, then tiles of keys with the panels of queries that see
-        them."""
+        """`tiles`, or the form of the layout for GPUs: tiles of equally many queries, then tiles of keys with the panels of queries
+        that see them."""
         if device.type == "cpu":
             return self.tiles
         if device not in self._on:
@@ -122,7 +122,7 @@ _Runs = Callable[[Tensor, int], Iterator[tuple[int, int, Tensor]]]
 
 
 def _runs(rows: Tensor, per: int) -> Iterator[tuple[int, int, Tensor]]:
-    """(first panel, number of panels, columns of blocks) of the tiles of one head: rows that are alike share a tile."""
+    """(first panel, number of panels, columns of blocks) of one head's tiles; equal rows share a tile."""
     same = [False, *(rows[1:] == rows[:-1]).all(1).tolist()]
     at = 0
     while at < len(rows):
@@ -136,7 +136,7 @@ def _runs(rows: Tensor, per: int) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _even(rows: Tensor, per: int) -> Iterator[tuple[int, int, Tensor]]:
-    """As `_runs`, with tiles of one size: a power of two that divides a block."""
+    """`_runs` with tiles of equal size: a power of two that divides a block."""
     size = min(_MOST, per & -per)
     for at, row in enumerate(rows):
         columns = row.nonzero().view(-1)
@@ -149,7 +149,7 @@ def _native() -> Callable[..., int] | None:
     return build.function("slipstream_sparse", ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
-# The kernels as operators of torch, so that `torch.compile` takes them as they are. A layout is its three arrays of `_Tiles`.
+# The kernels as torch operators, so that `torch.compile` accepts them. A layout is passed as the three arrays of `_Tiles`.
 
 
 @torch.library.custom_op("slipstream::block_sparse_forward", mutates_args=())
@@ -223,7 +223,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _bias_grad(q: Tensor, bias: Tensor | None, wants: bool) -> Tensor:
-    """Zeros for the gradient of a bias, which sequences that share the bias add to in turn."""
+    """Zeros for a bias's gradient, to which sequences that share the bias add in turn."""
     return q.new_zeros(bias.shape if bias is not None and wants else 0, dtype=torch.float32)
 
 
@@ -296,7 +296,7 @@ def _run(
 def product_flops(q: Tensor, tiles: Tensor, panels: Tensor, layouts: Tensor) -> int:
     """FLOP of one product of all heads [B, heads, S, D] with the keys of their tiles."""
     num_layouts = layouts.shape[-1] - 1
-    with _disable_current_modes():  # a layout has values, also among fake tensors
+    with _disable_current_modes():  # a layout has values, even among fake tensors
         of_queries = tiles[: layouts.view(-1)[num_layouts]]
         scores = PANEL * PANEL * sum(rows * (stop - start) for _, rows, start, stop in of_queries.tolist())
     return 2 * scores * q.shape[3] * len(q) * q.shape[1] // num_layouts
@@ -318,11 +318,11 @@ def block_sparse_attention(
     spans: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(scale q k^T + bias + key_bias) v, of the layout's blocks alone.
+    """softmax(scale q k^T + bias + key_bias) v, over the layout's blocks only.
 
     q: [B, H, L, D], k and v: [B, KV heads, L, D], with D of at most 256, fp32, bf16 or fp16, on one device. scale: D^-1/2 if None.
-    bias: added to scores, broadcastable to [B, H, L, L], with a gradient if it wants one. key_bias: [B, L], -inf for a key that
-    nobody sees, without a gradient. spans: [B, L, 2], the first key that each query sees and the one after the last: windows and
+    bias: added to scores, broadcastable to [B, H, L, L], with a gradient if it requires one. key_bias: [B, L], -inf for a key that
+    no query sees, without a gradient. spans: [B, L, 2], the first key and the end of the keys that each query sees: windows and
     packed sequences without a matrix. dropout: of probabilities, drawn from torch's generator (the same when recomputed with its
     state). Returns [B, H, L, D]; zeros for a query that sees no key. Raises ValueError.
     """
@@ -344,9 +344,9 @@ def block_sparse_attention(
 
 
 def takes(q: Tensor) -> bool:
-    """Whether kernels compute; without flash attention (`sdpa_kernel(SDPBackend.MATH)`) callers differentiate twice."""
+    """Whether kernels compute. Without flash attention (`sdpa_kernel(SDPBackend.MATH)`) callers differentiate twice."""
     compiles = torch.compiler.is_compiling()
-    if q.is_cuda:  # what is compiled there is the twin: a layout's tables are made when first used
+    if q.is_cuda:  # there the twin is compiled, because a layout's tables are made on first use
         return not compiles and torch.backends.cuda.flash_sdp_enabled() and _by_triton(q.device)
     return q.is_cpu and (compiles or (_native() is not None and torch.backends.cuda.flash_sdp_enabled()))
 
@@ -379,7 +379,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, dropout: float)
 
 
 def _expanded(bias: Tensor, q: Tensor) -> Tensor:
-    """As the kernels read it: fp32 [B or 1, H, L, L], the last two dimensions contiguous."""
+    """The bias in the kernels' form: fp32 [B or 1, H, L, L], the last two dimensions contiguous."""
     batch, heads, length, _ = q.shape
     try:
         whole = torch.broadcast_shapes(bias.shape, (batch, heads, length, length))
@@ -392,7 +392,7 @@ def _expanded(bias: Tensor, q: Tensor) -> Tensor:
 
 
 class _Added(NamedTuple):
-    """What is added to scores."""
+    """The terms added to scores."""
 
     bias: Tensor | None
     key_bias: Tensor | None
@@ -402,7 +402,7 @@ class _Added(NamedTuple):
         return self if self.bias is None else self._replace(bias=self.bias[:, head])
 
     def to(self, score: Tensor, queries: Tensor, seen: Tensor) -> Tensor:
-        """score [batch, heads, rows, block, keys]; queries [rows, block, 1] and seen [rows, 1, keys] are places of tokens."""
+        """score [batch, heads, rows, block, keys]; queries [rows, block, 1] and seen [rows, 1, keys] are positions of tokens."""
         if self.bias is not None:
             score = score + self.bias[:, :, queries, seen]
         if self.key_bias is not None:
@@ -414,7 +414,7 @@ class _Added(NamedTuple):
 
 
 def _twin(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, added: _Added, dropout: float) -> Tensor:
-    """The same in torch: keys of a row's blocks are gathered, rows with as many blocks as each other together."""
+    """The same in torch: keys of a row's blocks are gathered; rows with equally many blocks are computed together."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     if len(layout.blocks) == 1:
@@ -430,7 +430,7 @@ def _twin(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, ad
 def _twin_heads(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, layout: BlockLayout, scale: float, added: _Added, dropout: float
 ) -> Tensor:
-    """Heads with one layout `rows` [blocks, blocks]."""
+    """Heads that share one layout `rows` [blocks, blocks]."""
     batch, heads, length, dim = q.shape
     blocks = (batch, heads, -1, layout.block, dim)
     q, k, v = q.reshape(blocks), k.reshape(blocks), v.reshape(blocks)

@@ -1,12 +1,13 @@
 """Compile and load the shared library of native kernels.
 
-`setup.py` compiles `csrc/` into the package if it finds a C compiler. If it did not, or if the sources have changed since, the
-first use compiles into a per-user cache. `load` never raises: without a library the torch twins in `reference.py` run, and
+`setup.py` compiles `csrc/` into the package if it finds a C compiler. Otherwise, or if the sources have changed since, the first
+use compiles into a per-user cache. `load` never raises: without a library the torch twins in `reference.py` run, and
 `Library.reason` gives the reason.
 
-Invariants: importing this file needs only the standard library: `setup.py` loads it by path, before the package exists. A library
-is used only if it was built from the current sources and flags (`source_hash`). The compiled file is renamed into place, so it is
-never partial, and processes that need it at once build it once. Only `load` and `find_compiler` read the environment.
+Invariants: importing this file needs only the standard library, because `setup.py` loads it by path, before the package exists. A
+library is used only if it was built from the current sources and flags (`source_hash`). The compiled file is renamed into place, so
+it is never partial, and processes that need it at the same time build it once. Only `load` and `find_compiler` read the
+environment.
 """
 
 import ctypes

@@ -18,7 +18,7 @@ def crc32(source: Tensor, value: int = 0, into: Tensor | None = None) -> int:
 
 
 def crc32_blocks(source: Tensor, block: int, into: Tensor | None = None) -> list[int]:
-    """The CRC-32 of each `block` bytes of `source`, otherwise as `crc32`. One call that releases the GIL."""
+    """The CRC-32 of each `block` bytes of `source`; otherwise like `crc32`. One call that releases the GIL."""
     return _sums(source, 0, into, block)
 
 

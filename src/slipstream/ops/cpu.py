@@ -1,6 +1,6 @@
 """Python wrappers of the kernels: argument checks, dispatch to native code or to the torch twin, threads. (Optimizers: `optim.py`.)
 
-All but quantization work on 1-D contiguous tensors. CPU tensors go to the C library, if it loads; the GIL is released. Other
+All except quantization work on 1-D contiguous tensors. CPU tensors go to the C library, if it loads; the GIL is released. Other
 devices use the twin in `reference.py`, whose results are bit-identical.
 
 [Note: Call cost] These run once per unit and step, on units that may be small, so the fixed cost of a call matters
@@ -27,8 +27,8 @@ from slipstream.ops.reference import BLOCK, Partial, added
 DTYPES: dict[torch.dtype | None, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WIDTHS = (4, 2, 2)  # bytes per element
 
-# Results of at least this size are written past the caches: they would be evicted before the next read anyway, and sums become
-# 10% faster (Adam 0 to 8%; Zen 3, cold destination). Smaller results stay in cache for their reader.
+# Results of at least this size bypass the caches: they would be evicted before the next read anyway, and sums become 10 % faster
+# (Adam 0 to 8 %; Zen 3, cold destination). Smaller results stay in cache for their reader.
 STREAM_BYTES = 4 << 20
 # With fewer elements per thread, a second thread costs more than it saves.
 THREAD_NUMEL = 4 * BLOCK
@@ -43,7 +43,7 @@ class OpReport(NamedTuple):
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SUM = (ctypes.c_double, _pointer, _pointer, _long, _long, _int, _float, _pointer)
-_KERNELS: dict[str, tuple[Any, ...]] = {  # the types of their results and arguments
+_KERNELS: dict[str, tuple[Any, ...]] = {  # name -> types of result and arguments
     "sum_ranks": _SUM,
     "step": (None, _int, ctypes.c_char_p, _long, _long, _pointer),
     "copy_stream": (None, _pointer, _pointer, _long),
@@ -115,7 +115,7 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
 
 
 def summed(kernel: Any, out: Tensor, pointers: Sequence[int], nbytes: Callable[[int], int], mode: int, alpha: float) -> Partial:
-    """Call a kernel that adds sources to `out`, in threads. nbytes: of so many elements of a source."""
+    """Call a kernel that adds sources to `out`, in threads. nbytes: bytes of a number of elements of a source."""
     numel, start, array = out.numel(), out.data_ptr(), ctypes.c_void_p * len(pointers)
     if numel < 2 * THREAD_NUMEL or (threads := torch.get_num_threads()) == 1:
         sumsq = kernel(start, array(*pointers), len(pointers), numel, mode, alpha, None)
@@ -133,7 +133,7 @@ def summed(kernel: Any, out: Tensor, pointers: Sequence[int], nbytes: Callable[[
 
 
 def are_flat(first: Tensor, *others: Tensor) -> bool:
-    """Whether the tensors are 1-D, contiguous and of one length."""
+    """Whether the tensors are 1-D, contiguous and of equal length."""
     return all(each.dim() == 1 and each.is_contiguous() and each.numel() == first.numel() for each in (first, *others))
 
 
@@ -162,7 +162,7 @@ def copy_stream(dst: Tensor, src: Tensor) -> None:
 def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, columns], fp32, bf16 or fp16 -> codes int8 of its shape and scale fp32 [rows]: w = codes * scale[:, None].
 
-    Symmetric; the error is at most half a scale. A row with a non-finite value gets a non-finite scale.
+    Symmetric; the error is at most half a scale. A row with a nonfinite value gets a nonfinite scale.
     """
     _check_matrix("quantize_int8", w)
     kernels = _kernels()
@@ -176,7 +176,7 @@ def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
-    """The reverse of `quantize_int8`, in fp32."""
+    """The inverse of `quantize_int8`, in fp32."""
     kernels = _kernels()
     if kernels is None or not codes.is_cpu:
         return reference.dequantize_int8(codes, scale)
@@ -191,8 +191,8 @@ def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """[rows, columns], fp32, bf16 or fp16 -> codes uint8 [rows, columns / 2], two per byte, the first in the low half, and
     scale and low fp32 [rows, columns / group], both representable in fp16: w = codes * scale + low.
 
-    Tries a few ranges for each group and keeps the one with the least squared error. A group with a non-finite value gets a
-    non-finite `low`.
+    Tries a few ranges for each group and keeps the one with the least squared error. A group with a nonfinite value gets a
+    nonfinite `low`.
     """
     _check_matrix("quantize_int4", w)
     rows, columns = w.shape
@@ -209,7 +209,7 @@ def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
-    """The reverse of `quantize_int4`, in fp32. Groups may have any even size; scale and low may be fp16."""
+    """The inverse of `quantize_int4`, in fp32. Groups may have any even size; scale and low may be fp16."""
     kernels = _kernels()
     if kernels is None or not codes.is_cpu:
         return reference.dequantize_int4(codes, scale, low)
@@ -228,7 +228,7 @@ def _check_matrix(op: str, w: Tensor) -> None:
 
 
 def in_groups(kernel: Any, w: Tensor, settings: Sequence[Any], parts: Sequence[Tensor], groups: int, least: int) -> None:
-    """Call a kernel of a matrix `w`, whose codes and scales are `parts`, for all groups (or rows), `least` or more at a time."""
+    """Call a kernel on a matrix `w` with the codes and scales `parts`, for all groups (or rows), `least` or more at a time."""
     pointers = [part.data_ptr() for part in parts]
     run = functools.partial(kernel, w.data_ptr(), *settings)
     in_threads(lambda begin, end: run(begin, end, *pointers), groups, torch.get_num_threads(), least=least, multiple=1)
@@ -237,7 +237,7 @@ def in_groups(kernel: Any, w: Tensor, settings: Sequence[Any], parts: Sequence[T
 def in_threads(
     run: Callable[[int, int], None], size: int, threads: int, *, least: int = THREAD_NUMEL, multiple: int = BLOCK
 ) -> None:
-    """Call run(begin, end) for each share of `size`, in threads and on this one. Shares are multiples, of at least `least`."""
+    """Call run(begin, end) for each share of `size`, in threads and on this thread. Shares are multiples, and at least `least`."""
     shares = max(1, min(threads, size // least))
     share = -(-size // (shares * multiple)) * multiple
     pool = _pool(os.getpid())
@@ -245,14 +245,14 @@ def in_threads(
     try:
         run(0, min(share, size))
     finally:
-        wait(others)  # their arrays live no longer than the caller, whom Ctrl-C may end here
+        wait(others)  # wait even on Ctrl-C: the caller's arrays must outlive the threads' work
     for other in others:
         other.result()
 
 
 @functools.cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """The pool of process `process`: a fork does not copy its parent's threads."""
+    """The thread pool of process `process`, because a fork does not copy its parent's threads."""
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix=f"slipstream-ops-{process}")
 
 

@@ -1,4 +1,4 @@
-"""Functions whose gradients have none themselves."""
+"""Functions whose gradients have no gradients themselves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Backward = Callable[..., Any]
 
 
 def once_differentiable(what: str) -> Callable[[Backward], Backward]:
-    """Decorate the backward of `what`, an `autograd.Function`: it raises RuntimeError under `create_graph=True`.
+    """Decorate the backward of `what`, an `autograd.Function`, to raise RuntimeError under `create_graph=True`.
 
-    torch's decorator of this name returns constants if the gradient that comes in is one, as that of a sum is, and no error is on
-    the way from others to `torch.autograd.grad`'s inputs: a penalty on gradients would be ignored, in whole or in part.
+    torch's decorator of this name returns constants if the incoming gradient is one, like that of a sum, and raises no error on
+    other paths to `torch.autograd.grad`'s inputs: a penalty on gradients would be ignored, in whole or in part.
     """
 
     def decorate(backward: Backward) -> Backward:

@@ -1,13 +1,13 @@
 """Asynchronous direct I/O (O_DIRECT) on one file, with many blocks in flight.
 
-A `Disk` creates an anonymous file in a folder, which vanishes with the process however that ends. The file is fully allocated at
-the start, so that a full disk fails there. (Or the caller passes an open, allocated file, as checkpoints do.) `read` and `write`
-take parts, (byte offset in the file, tensor), start to move them and return a `Transfer`. Batches run concurrently and complete in
-any order: the caller orders two that touch the same bytes. Each direction has `queue_depth` blocks in flight of its own, so reads
-and writes do not wait for each other.
+A `Disk` creates an anonymous file in a folder, which disappears with the process in any case. The file is fully allocated at the
+start, so a full disk fails there. (Or the caller passes an open, allocated file, as checkpoints do.) `read` and `write` take parts,
+(byte offset in the file, tensor), start the transfer and return a `Transfer`. Batches run concurrently and complete in any order,
+so the caller orders batches that touch the same bytes. Each direction has its own `queue_depth` blocks in flight, so reads and
+writes do not wait for each other.
 
 Two engines move blocks: `io_uring` (`csrc/disk.c`, its own thread in C, no GIL) and, if the kernel refuses it or there is no
-compiler, `threads` of preadv and pwritev. Both fill the same record, `_DiskBatch`, whose first word a `Transfer` waits on.
+compiler, `threads` that call preadv and pwritev. Both fill the same record, `_DiskBatch`, on whose first word a `Transfer` waits.
 
 The first pass of writes over a file is half as fast as later ones (ext4: 1.9 against 3.7 GB/s). Writing in advance would cost the
 same pass, and FALLOC_FL_ZERO_RANGE does not help (1.9).
@@ -130,7 +130,7 @@ class _Ring:
 
 
 class _Threads:
-    """The engine in Python. Not an executor: at interpreter exit those accept no more work, and a save may be in flight then."""
+    """The engine in Python. Not an executor: at interpreter exit those refuse work, and a save may be in flight then."""
 
     name = "threads"
 
@@ -140,7 +140,7 @@ class _Threads:
         self._blocks: list[SimpleQueue[tuple[_DiskBatch, int, int, int] | None]] = [
             SimpleQueue(),
             SimpleQueue(),
-        ]  # of reads, of writes
+        ]  # for reads, for writes
         for name, blocks in zip(("read", "write"), self._blocks, strict=True):
             for _ in range(threads):
                 thread = threading.Thread(target=self._run, args=(blocks,), name=f"slipstream-disk-{name}", daemon=True)
@@ -227,11 +227,11 @@ class Disk:
         self._closing = weakref.finalize(self, _close, self._engine, file, self._process, self._under_way)
 
     def read(self, parts: Parts) -> Transfer:
-        """Start to fill the tensors (CPU, contiguous) from their offsets in the file."""
+        """Start filling the tensors (CPU, contiguous) from their offsets in the file."""
         return self._begin(parts, write=False)
 
     def write(self, parts: Parts) -> Transfer:
-        """Start to write the tensors, which must not change before the transfer is done."""
+        """Start writing the tensors, which must not change before the transfer is done."""
         return self._begin(parts, write=True)
 
     def forget(self, offset: int, nbytes: int) -> None:
@@ -278,9 +278,9 @@ class Disk:
 
 
 def aligned(nbytes: int) -> Tensor:
-    """Page-aligned uint8 [nbytes] of zeros, on huge pages as far as it fills them. `nbytes` is a multiple of 4096.
+    """Page-aligned zeros, uint8 [nbytes], on huge pages as far as the size fills them. `nbytes` is a multiple of 4096.
 
-    On huge pages a block is one segment for the device, else a segment per page: reads and writes are twice as fast.
+    On huge pages a block is one segment for the device, otherwise one segment per page: huge pages make transfers twice as fast.
     """
     if nbytes % ALIGNMENT:
         raise ValueError(f"nbytes ({nbytes}) must be a multiple of {ALIGNMENT}; round it up")
@@ -311,7 +311,7 @@ def preflight(
     engine: Literal["auto", "io_uring", "threads"] = "auto",
     probe_nbytes: int = 64 << 20,
 ) -> DiskFacts:
-    """Check that a Disk of `nbytes` works in `folder`, and measure its rates, in about 0.3 s. Raises ValueError as Disk does."""
+    """Check that a Disk of `nbytes` works in `folder`, and measure its rates, in about 0.3 s. Raises ValueError like Disk."""
     disk = Disk(folder, nbytes, block_nbytes=block_nbytes, queue_depth=queue_depth, threads=threads, engine=engine)
     try:
         free = num_free(folder) + disk.nbytes
@@ -326,7 +326,7 @@ def preflight(
 
 
 class DiskRate(NamedTuple):
-    """The rates of a disk with so many blocks in flight for each direction, both directions at once."""
+    """The rates of a disk with `depth` blocks in flight per direction, both directions at once."""
 
     engine: str
     block_nbytes: int
@@ -336,8 +336,8 @@ class DiskRate(NamedTuple):
 
 
 def sweep(folder: str, nbytes: int, blocks: Sequence[int], depths: Sequence[int], seconds: float) -> Iterator[DiskRate]:
-    """Measure every block size with every depth for `seconds` in one anonymous file of `nbytes`, but for settings with more than
-    half of the file in flight. Raises ValueError as Disk does, and if no setting is left."""
+    """Measure every block size with every depth for `seconds` in one anonymous file of `nbytes`, except settings with more than
+    half of the file in flight. Raises ValueError like Disk, and if no setting is left."""
     if odd := [block for block in blocks if block % ALIGNMENT]:
         raise ValueError(f"a block of {odd[0]} bytes is not a multiple of {ALIGNMENT}; round it up")
     settings = [(block, depth) for block in blocks for depth in depths if 2 * block * depth <= nbytes]
@@ -429,13 +429,13 @@ def _create(folder: str, nbytes: int) -> int:
 
 
 def num_free(folder: str | os.PathLike[str]) -> int:
-    """Bytes of the file system that this user can write."""
+    """Bytes that this user can still write to the file system."""
     facts = os.statvfs(folder)
     return facts.f_bavail * facts.f_frsize
 
 
 def _file_system(file: int) -> int:
-    """statfs(2)'s f_type, its first field, which os.statvfs leaves out."""
+    """statfs(2)'s f_type, its first field, which os.statvfs omits."""
     record = (ctypes.c_long * 64)()
     return record[0] & 0xFFFFFFFF if ctypes.CDLL(None).fstatfs(file, record) == 0 else 0
 

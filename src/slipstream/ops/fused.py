@@ -1,17 +1,17 @@
-"""What a transformer layer computes between its products, each in one pass over memory, forward and backward.
+"""The computations of a transformer layer between its products, each in one pass over memory, forward and backward.
 
 add_norm    sum = dropout(x + bias) + residual, and its LayerNorm or RMSNorm
 activation  GELU, SiLU or ReLU of x + bias, times a second input if the MLP is gated
-mlp         two (gated: three) products with the activation between; the backward computes the activation again
+mlp         two (gated: three) products with the activation between; the backward recomputes the activation
 rotary      rotary positions of queries and keys
-cross_entropy  the loss of logits, without copies of them in fp32
+cross_entropy  the loss of logits, without fp32 copies of them
 
 CPU tensors of fp32, bf16 and fp16 go to native kernels (`csrc/fused.c`), those of GPUs to Triton's (`ops/triton/fused.py`),
-others to the same functions in torch. Arithmetic is fp32, and each result is rounded once. Weights of norms and biases may have
+others to the same functions in torch. Arithmetic is fp32, and each result is rounded once. Biases and weights of norms may have
 another dtype than the activations.
 
-[Note: Dropout without a mask] What an element is multiplied with is a hash of (seed, row, column), forward and backward, so nothing
-is stored. The seed comes from torch's generator: the second forward of activation checkpointing draws the same one.
+[Note: Dropout without a mask] An element's dropout factor is a hash of (seed, row, column), in forward and backward, so nothing
+is stored. The seed comes from torch's generator: the recompute of activation checkpointing draws the same one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Activation = Literal["gelu_tanh", "gelu", "silu", "relu"]
 NORMS: dict[str, int] = {"none": 0, "layer": 1, "rms": 2}  # as in csrc/fused.h
 ACTIVATIONS: dict[str, int] = {"gelu_tanh": 0, "gelu": 1, "silu": 2, "relu": 3}
 _ADD_NORM, _ADD_NORM_BACKWARD, _ACTIVATE, _ACTIVATE_BACKWARD, _ROTATE, _LOSE, _LOSE_BACKWARD = range(7)
-_LEAST = 1 << 14  # elements of a thread
-_MOST_COLUMNS = 1 << 14  # of a norm on a GPU, where a program holds a row
+_LEAST = 1 << 14  # minimum elements per thread
+_MOST_COLUMNS = 1 << 14  # of a norm on a GPU, where one program holds a row
 _WORD = 0xFFFFFFFF
 
 
@@ -60,7 +60,7 @@ def _native() -> Callable[..., None] | None:
 
 
 def _kernels(x: Tensor) -> Any:
-    """Triton's, for a tensor of a GPU; None elsewhere, without triton, and where torch compiles."""
+    """Triton's kernels for a GPU tensor; None for other tensors, without triton, and while torch compiles."""
     is_real = x.is_cuda and x.dtype in cpu.DTYPES and not isinstance(x, FakeTensor)
     return gpu.module("fused") if is_real and not torch.compiler.is_compiling() else None
 
@@ -78,7 +78,7 @@ def _is_native_norm(x: Tensor) -> bool:
 def _run(
     which: int, rows: int, x: Tensor, arrays: Mapping[str, Tensor | None], sums: Mapping[str, bool], **numbers: float
 ) -> dict[str, Tensor]:
-    """Run a pass over all rows, in threads. sums: the gradients of columns that are wanted; returns those, fp32 [columns]."""
+    """Run a pass over all rows, in threads. sums: column gradients and whether they are wanted; returns those, fp32 [columns]."""
     if (kernels := _kernels(x)) is not None:
         found: dict[str, Tensor] = kernels.run(which, rows, x, arrays, sums, numbers)
         return found
@@ -108,7 +108,7 @@ def _run(
 
 
 def _column(values: Tensor | None) -> Tensor | None:
-    """fp32, padded to whole vectors; for a GPU as they are."""
+    """The values as fp32, padded to whole vectors; for a GPU unchanged."""
     if values is None:
         return None
     if _kernels(values) is not None:
@@ -121,7 +121,7 @@ def _column(values: Tensor | None) -> Tensor | None:
 
 
 def kept(seed: int, rows: int, columns: int, dropout: float, device: torch.device | None = None) -> Tensor:
-    """What dropout multiplies with, fp32 [rows, columns]: 0, or 1 / (1 - p) with p rounded to 1 / 65536 (csrc/vec_drop.h)."""
+    """The dropout factors, fp32 [rows, columns]: 0, or 1 / (1 - p) with p rounded to 1 / 65536 (csrc/vec_drop.h)."""
     least = _least(dropout)
     row = torch.arange(rows, device=device)[:, None]
     panel = torch.arange(-(-columns // 16), device=device)[None]
@@ -136,7 +136,7 @@ def kept(seed: int, rows: int, columns: int, dropout: float, device: torch.devic
 
 
 def _product(x: Tensor, by: int) -> Tensor:
-    """The lower 32 bits of x * by, which fits into 64 bits but for its sign."""
+    """The lower 32 bits of x * by, which fits into 64 bits except for its sign."""
     return x * by & _WORD
 
 
@@ -155,7 +155,7 @@ def draw_seed(dropout: float) -> int:
 
 
 class _Sum(NamedTuple):
-    """What stays from the forward to the backward beside tensors."""
+    """What the backward needs from the forward besides tensors."""
 
     norm: Norm
     eps: float
@@ -168,7 +168,7 @@ class _Sum(NamedTuple):
 
 
 def _normalized(x: Tensor, weight: Tensor, shift: Tensor | None, norm: Norm, eps: float) -> Tensor:
-    """The norm in torch, of fp32."""
+    """The norm in torch, in fp32."""
     if norm == "layer":
         return F.layer_norm(x, x.shape[-1:], weight.float(), None if shift is None else shift.float(), eps)
     return F.rms_norm(x, x.shape[-1:], weight.float(), eps)
@@ -222,7 +222,7 @@ def _sum_backward(
     if norm == "none" and not call.dropout and not call.has_bias:
         return _SumGrads(sum_grad, sum_grad, None, None if weight is None else torch.zeros_like(weight), None)
     scaled = _column(weight)
-    inverse = torch.where(scaled == 0, 0.0, 1 / scaled.float()) if scaled is not None and call.invertible else None  # 0: of padding
+    inverse = torch.where(scaled == 0, 0.0, 1 / scaled.float()) if scaled is not None and call.invertible else None  # 0: padding
     d_sum = torch.empty_like(saved) if call.has_residual or not call.dropout else None
     dx = torch.empty_like(saved) if call.dropout else None
     arrays = {"x": saved, "grad": grad, "sum_grad": sum_grad, "dsum": d_sum, "dx": dx, "stats": stats, "weight": scaled}
@@ -234,7 +234,7 @@ def _sum_backward(
 
 
 def _through(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor) -> tuple[Tensor, list[Any]]:
-    """function(*inputs) in torch, of fp32, and the gradients of the inputs that are not None."""
+    """function(*inputs) in torch, in fp32, and the gradients of the inputs that are not None."""
     with torch.enable_grad():
         leaves = [None if each is None else each.detach().float().requires_grad_() for each in inputs]
         out = function(*leaves)
@@ -258,7 +258,7 @@ def _sum_backward_torch(
 
 
 class _AddNorm(torch.autograd.Function):
-    """Returns sum and norm, or the one of them that is not its input."""
+    """Returns sum and norm, or that one of them that is not its input."""
 
     @staticmethod
     def forward(
@@ -291,7 +291,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def _may_invert(weight: Tensor, shift: Tensor | None) -> bool:
-    """Whether dividing by the weights loses few digits."""
+    """Whether division by the weights loses few digits."""
     largest = 1.0 if shift is None else 1.0 + shift.detach().abs()
     return bool((weight.detach().abs() >= 0.05 * largest).all())
 
@@ -324,9 +324,9 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """(sum, norm of the sum), where sum = dropout(x + bias) + residual.
 
-    x, residual: [..., C] of one shape; if their dtypes differ, the wider one counts. weight, shift: [C], of the norm; bias: [C].
+    x, residual: [..., C] of one shape; if their dtypes differ, the wider one is used. weight, shift: [C], of the norm; bias: [C].
     norm: "layer" (weight x normal + shift), "rms" (weight x normal) or "none" (the sum again). dropout: the probability; pass 0 in
-    evaluation. invertible: the native backward reads the norm's output in place of the sum, which need not be kept then, unless a
+    evaluation. invertible: the native backward reads the norm's output instead of the sum, which then need not be kept, unless a
     weight is too small to divide by. No second derivative. Raises ValueError.
     """
     _check_sum(x, weight, shift, norm, bias, residual, dropout)
@@ -349,7 +349,7 @@ def add_norm(
 
 
 def _activated(x: Tensor, bias: Tensor | None, up: Tensor | None, kind: Activation) -> Tensor:
-    """In torch, of fp32."""
+    """The activation in torch, in fp32."""
     x = x if bias is None else x + bias.float()
     functions: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
     y = functions[kind](x) if kind in functions else F.gelu(x, approximate="tanh")
@@ -368,7 +368,7 @@ def _activate(x: Tensor, bias: Tensor | None, up: Tensor | None, kind: Activatio
 def _activate_backward(
     x: Tensor, bias: Tensor | None, up: Tensor | None, grad: Tensor, kind: Activation, out: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, up and bias; writes the output once more into `out`. Overwrites `grad`."""
+    """Gradients of x, up and bias; writes the output again into `out`. Overwrites `grad`."""
     if not _is_native(x):
         y, (dx, d_bias, d_up) = _through(functools.partial(_activated, kind=kind), (x, bias, up), grad)
         if out is not None:
@@ -397,7 +397,7 @@ class _Activation(torch.autograd.Function):
 
 
 def activation(x: Tensor, kind: Activation, *, bias: Tensor | None = None, up: Tensor | None = None) -> Tensor:
-    """act(x + bias), times `up` if there is one. x, up: [..., C] of one dtype; bias: [C]. Keeps its inputs, no output.
+    """act(x + bias), times `up` if given. x, up: [..., C] of one dtype; bias: [C]. Keeps its inputs, not its output.
 
     Raises ValueError for another kind or shape.
     """
@@ -451,11 +451,11 @@ def mlp(
     up: Tensor | None = None,
     keep_activation: bool = False,
 ) -> Tensor:
-    """act(x first^T + bias) last^T, or (act(x first^T + bias) * x up^T) last^T; the last product's bias is the caller's to add.
+    """act(x first^T + bias) last^T, or (act(x first^T + bias) * x up^T) last^T; the caller adds the last product's bias.
 
-    x: [..., H]. first, up: [I, H]; last: [O, I]; bias: [I]. Returns [..., O]. The activation's output is computed again for the
-    backward, in the pass that computes its gradient, unless keep_activation. No second derivative. Under autocast, products are in
-    its dtype. Raises ValueError for another kind.
+    x: [..., H]. first, up: [I, H]; last: [O, I]; bias: [I]. Returns [..., O]. The backward recomputes the activation's output in
+    the pass that computes its gradient, unless keep_activation. No second derivative. Under autocast, products are in its dtype.
+    Raises ValueError for another kind.
     """
     if kind not in ACTIVATIONS:
         raise ValueError(f"activation {kind!r} is none of {', '.join(ACTIVATIONS)}")
@@ -471,7 +471,7 @@ def mlp(
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, back: bool) -> Tensor:
-    """x: [tokens, heads, features] without gaps in a token; cosine, sine: fp32 [positions, rotated], of tokens in turn."""
+    """x: [tokens, heads, features] without gaps inside a token; cosine, sine: fp32 [positions, rotated], for the tokens in turn."""
     if not _is_native(x):
         rotated, half = cosine.shape[1], cosine.shape[1] // 2
         turns = len(x) // len(cosine)
@@ -503,7 +503,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x * cosine + rotate_half(x) * sine of the first R features of each head; the others stay.
+    """x * cosine + rotate_half(x) * sine for the first R features of each head; the others stay unchanged.
 
     x: [B, S, heads, D]; cosine, sine: [B or 1, S, R], as transformers' rotary embeddings return them (R even, at most D).
     Returns [B, S, heads, D]. Raises ValueError.
@@ -525,7 +525,7 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 # -- cross-entropy --
 
-_TILE = 1 << 18  # logits that are widened to fp32 at once: they stay in the caches
+_TILE = 1 << 18  # number of logits widened to fp32 at once: they stay in the caches
 
 
 def cross_entropy(
@@ -536,14 +536,14 @@ def cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`F.cross_entropy(logits.float(), target, ...)`, an fp32 scalar, that keeps a number for each row in place of fp32 logits.
+    """`F.cross_entropy(logits.float(), target, ...)`, an fp32 scalar, which keeps one number per row instead of fp32 logits.
 
-    logits: [N, V], fp32, bf16 or fp16; target: int64 [N], classes or `ignore_index`. The backward computes the probabilities again,
+    logits: [N, V], fp32, bf16 or fp16; target: int64 [N], classes or `ignore_index`. The backward recomputes the probabilities,
     tile by tile, and writes the gradient in the logits' dtype. No second derivative. Raises ValueError for other shapes, targets of
-    another dtype, or a label_smoothing outside [0, 1]; IndexError, or torch's RuntimeError without native kernels, for targets
-    outside the classes. Kernels of GPUs, which nothing waits for, make the loss and the gradients of such rows NaN.
+    another dtype, or a label_smoothing outside [0, 1]. For targets outside the classes, raises IndexError, or torch's RuntimeError
+    without native kernels. GPU kernels, for which nothing waits, make the loss and the gradients of such rows NaN.
     """
-    if target.dtype is not torch.int64:  # whose memory the kernels read
+    if target.dtype is not torch.int64:  # the kernels read its memory
         raise ValueError(f"cross_entropy: target is {target.dtype}; it must be torch.int64: pass target.long()")
     if logits.dim() != 2 or target.shape != logits.shape[:1] or not 0 <= label_smoothing <= 1 or reduction not in ("mean", "sum"):
         raise ValueError(
@@ -609,6 +609,6 @@ def _row_grads(logits: Tensor, target: Tensor, ends: Tensor, scale: Tensor, smoo
 
 
 def _tiles(logits: Tensor, *others: Tensor) -> Any:
-    """Rows of logits with those of others."""
+    """Rows of logits, with the same rows of the others, tile by tile."""
     rows = max(1, _TILE // max(1, logits.shape[1]))
     return zip(*(each.split(rows) for each in (logits, *others)), strict=True)

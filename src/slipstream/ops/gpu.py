@@ -1,4 +1,4 @@
-"""Which passes of training Triton kernels take (`ops/triton`): on GPUs, where triton is installed."""
+"""Which passes of training run as Triton kernels (`ops/triton`): on GPUs, if triton is installed."""
 
 import functools
 import importlib
@@ -26,12 +26,12 @@ def _is_usable() -> bool:
 
 
 def module(name: str) -> ModuleType | None:
-    """Kernels of `ops.triton`, or None: triton is not installed, or cannot be used."""
+    """A module of `ops.triton`; None if triton is not installed, or unusable."""
     return importlib.import_module(f"slipstream.ops.triton.{name}") if _is_usable() else None
 
 
 def kernels(*arrays: object) -> ModuleType | None:
-    """Those of flat arrays, if all are None or contiguous tensors of a GPU in fp32, bf16 or fp16; else None: torch computes."""
+    """The kernels for flat arrays, if all are None or contiguous GPU tensors in fp32, bf16 or fp16; else None: torch computes."""
     for array in arrays:
         if array is None:
             continue

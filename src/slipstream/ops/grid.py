@@ -1,7 +1,7 @@
-"""Rounding a tensor to evenly spaced values, group by group: what fake quantization does at every forward.
+"""Rounding of a tensor to evenly spaced values, group by group, as fake quantization does in every forward.
 
-A group is a row of the tensor flattened to [groups, -1]. Native kernels in two passes that allocate only the result, and a twin in
-torch with the same bits. Arithmetic is fp32.
+A group is a row of the tensor flattened to [groups, -1]. Native kernels in two passes that allocate only the result, and a torch
+twin with the same bits. Arithmetic is fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.ops import build, cpu
 
-_PIECE = 1 << 16  # elements of an item: less than a cache, more than the cost of a call
+_PIECE = 1 << 16  # elements per work item: they fit a cache, and outweigh the cost of a call
 
 
 class _Grid(ctypes.Structure):
@@ -53,7 +53,7 @@ def _is_native(w: Tensor) -> bool:
 
 @torch.no_grad()
 def group_ends(w: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """The least and the largest element of each group, fp32 [groups]; not finite for a group with such an element."""
+    """The smallest and the largest element of each group, fp32 [groups]; not finite if the group has such an element."""
     if not _is_native(w):
         flat = w.reshape(groups, -1)
         return flat.amin(1).float(), flat.amax(1).float()
@@ -64,9 +64,9 @@ def group_ends(w: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def on_grid(w: Tensor, scale: Tensor, zero: Tensor, low: int, high: int) -> Tensor:
-    """Each element rounded (ties to even) to zero + k * scale with a whole k from low to high, in w's shape and dtype.
+    """Each element rounded (ties to even) to zero + k * scale with an integer k from low to high, in w's shape and dtype.
 
-    scale, zero: fp32 [groups]. low and high: less than 2^22 in size.
+    scale, zero: fp32 [groups]. low and high: magnitudes below 2^22.
     """
     if not _is_native(w):
         flat, by, start = w.reshape(len(scale), -1).float(), scale[:, None], zero[:, None]

@@ -1,7 +1,7 @@
-"""Products of groups of rows with a matrix each, forward and backward, by native kernels (csrc/grouped.c): fp32 and bf16 on
-processors with AVX2 or AVX-512. Their twin is a product of torch's for each group (moe/grouped.py).
+"""Products of groups of rows with one matrix each, forward and backward, by native kernels (csrc/grouped.c): fp32 and bf16 on
+processors with AVX2 or AVX-512. Their twin is one torch product per group (moe/grouped.py).
 
-Matrices are read as they lie, so one that each update changes costs no packing; all groups are one call, whose threads take parts
+Matrices are read in place, so a matrix that each update changes needs no packing. All groups are one call, whose threads take parts
 of any group. A row's bits depend neither on other rows nor on the number of threads.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from slipstream.ops import build, cpu, pages
 from slipstream.ops.team import openmp
 
-_LEAST = 1 << 20  # multiplications, below which another thread costs more than it saves
-_COLUMNS = 2048  # of an item; fewer, down to 64, where threads would have less than 4 items each
-_ROWS = 288  # of an item: at most, in csrc/grouped.c with AVX-512
+_LEAST = 1 << 20  # multiplications; for fewer, another thread costs more than it saves
+_COLUMNS = 2048  # per work item; fewer, down to 64, if threads would get less than 4 items each
+_ROWS = 288  # maximum per work item, in csrc/grouped.c with AVX-512
 
 
 class _Matrix(ctypes.Structure):
@@ -48,7 +48,7 @@ def _native() -> int:
 
 @functools.cache
 def _parallel(process: int) -> Callable[[int, int, int, int], None] | None:
-    """OpenMP's call of a function with an argument on some threads (`team.openmp`), in process `process`."""
+    """OpenMP's call of a function with an argument on several threads (`team.openmp`), in process `process`."""
     at = openmp("GOMP_parallel")
     call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     return None if at is None else call(at[0])
@@ -60,19 +60,19 @@ def _is_wide() -> bool:
 
 
 def fits(x: Tensor, other: Tensor) -> bool:
-    """Whether the kernels multiply these: fp32 or bf16, on a CPU. Fake tensors count as what they stand for."""
+    """Whether the kernels support these tensors: fp32 or bf16, on a CPU. Fake tensors count as the tensors they stand for."""
     on_cpu = x.is_cpu and other.is_cpu and x.dtype == other.dtype
     return on_cpu and x.dtype in (torch.float32, torch.bfloat16) and _is_wide()
 
 
-# Each is one operation for compilers, fake tensors and counts of FLOP.
+# Each is one operation for compilers, fake tensors and FLOP counters.
 
 
 @torch.library.custom_op("slipstream::grouped_rows", mutates_args=())
 def grouped_rows(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
     """Rows of group g times matrices[g], plus bias[g].
 
-    x [rows, in], sorted by group; matrices [groups, in, out], of any strides; counts: rows of each group; bias [groups, out]. The
+    x [rows, in], sorted by group; matrices [groups, in, out], with any strides; counts: rows of each group; bias [groups, out]. The
     caller has checked that they fit each other. Returns [rows, out]. Raises MemoryError.
     """
     x, matrices = _dense(x), _dense(matrices)
@@ -85,7 +85,7 @@ def grouped_rows(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tenso
 
 @torch.library.custom_op("slipstream::grouped_outer", mutates_args=())
 def grouped_outer(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
-    """a[rows of g].T times b[rows of g] for each group g, zeros for one without rows: the gradient of `grouped_rows`' matrices.
+    """a[rows of g].T times b[rows of g] for each group g, zeros for a group without rows: the gradient of `grouped_rows`' matrices.
 
     a [rows, m], b [rows, n], sorted by group. Returns [groups, m, n]. Raises MemoryError.
     """
@@ -107,7 +107,7 @@ def _(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """With rows or columns without gaps inside."""
+    """x, copied unless its rows or columns are contiguous."""
     return x if 1 in x.stride()[-2:] else x.contiguous()
 
 
@@ -127,7 +127,7 @@ def _run(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> None:
-    """shape: m, n and k of each group's product, -1 for its rows."""
+    """shape: m, n and k of each group's product, with -1 for the group's rows"""
     m, n, k = shape
     threads = max(1, min(torch.get_num_threads(), multiplications // _LEAST))
     columns, blocks = _COLUMNS, sum(-(-(count if m < 0 else m) // _ROWS) for count in counts)
@@ -138,7 +138,7 @@ def _run(
     sizes = len(counts), m, n, k, columns
     product = _GroupedProduct(*arrays, bias_at, ctypes.addressof(starts), *sizes, cpu.DTYPES[dtype])
     kernel, argument, parallel = _native(), ctypes.addressof(product), _parallel(os.getpid())
-    if parallel is not None and threads == torch.get_num_threads() > 1:  # for fewer, OpenMP would end the others each time
+    if parallel is not None and threads == torch.get_num_threads() > 1:  # for fewer threads, OpenMP would end the others each time
         parallel(kernel, argument, threads, 0)
     else:
         run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel)

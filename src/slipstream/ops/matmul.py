@@ -1,13 +1,13 @@
-"""Products of torch on CPUs, another way where that is faster: fp32 by oneDNN, bf16 and fp16 by fp32.
+"""Products of torch on CPUs, computed in another way if that is faster: fp32 by oneDNN, bf16 and fp16 by fp32.
 
-MKL computes fp32 with AVX2 on processors that are not Intel's. On an EPYC with AVX-512 (family 26) that is 118 GFLOP/s, of 287
-that a core can do; oneDNN, which is a part of torch too, reaches 230 to 270.
+On processors that are not Intel's, MKL computes fp32 with AVX2. On an EPYC with AVX-512 (family 26) that is 118 GFLOP/s, of 287
+that a core can do; oneDNN, which is part of torch, too, reaches 230 to 270.
 
-Products of 16 bits are fast where the processor has them: AMX, AVX512-BF16 on AMD, AVX512-FP16. Elsewhere torch multiplies them at
+16-bit products are fast if the processor supports them: AMX, AVX512-BF16 on AMD, AVX512-FP16. Elsewhere torch multiplies them at
 0.01 to 0.6 of the rate of fp32, in which the same products are exact (docs/FUSED_LAYERS.md has a table).
 
-[Note: One process, one product] torch's own `mm` and `addmm` are overridden, for the whole process: a product of a forward, of a
-backward, of a waiting gradient and of a plain loop beside have the same bits. Replaced layers would differ from all others.
+[Note: One process, one product] torch's own `mm` and `addmm` are overridden, for the whole process. So products in a forward, in a
+backward, of a deferred gradient and in a plain loop beside have the same bits. Replaced layers would differ from all others.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 _LEAST = 1 << 21  # multiplications: smaller products gain less than the call costs
 _MOST_PAD = 64  # rows
 _LARGE = 1 << 29  # multiplications: padding them costs as much as a new kernel
-_PIECE = 2048  # rows and columns of the matrices of 16 bits that are widened at once: those of a vocabulary would double its memory
-_DEPTH = 8192  # and terms of the sums
-_Keys = Any  # torch's set of dispatch keys, which is passed on
-_own: dict[str, Any] = {}  # torch's kernels
+_PIECE = 2048  # rows and columns of 16-bit matrices widened at once: a whole vocabulary's would double its memory
+_DEPTH = 8192  # terms of the sums widened at once
+_Keys = Any  # torch's set of dispatch keys, passed through
+_own: dict[str, Any] = {}  # torch's own kernels
 _installed: list[torch.library.Library] = []
 
 
@@ -39,14 +39,14 @@ class Way(NamedTuple):
     """How products of one dtype are computed."""
 
     name: str
-    rows: int  # of either matrix, at least: for fewer, torch reads the other at the rate of memory
+    rows: int  # minimum of either matrix: for fewer, torch reads the other at memory speed
     times: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @functools.cache
 def ways() -> Mapping[torch.dtype, Way]:
-    """The dtypes whose products are faster another way than torch's on this processor."""
-    has = frozenset(host.processor().get("flags", "").split())  # of x86; else none
+    """The dtypes whose products another way computes faster than torch on this processor."""
+    has = frozenset(host.processor().get("flags", "").split())  # on x86; else empty
     found = dict[torch.dtype, Way]()
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     if wide and torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise") and not host.is_intel():
@@ -61,10 +61,11 @@ def ways() -> Mapping[torch.dtype, Way]:
 
 
 def use(faster: bool, dtypes: Iterable[torch.dtype | None] = (torch.float32, torch.bfloat16, torch.float16)) -> bool:
-    """Let torch compute large products on CPUs in the fastest of the `ways`, or by its own choice again; True if it has others now.
+    """Make torch compute large products on CPUs in the fastest of the `ways`, or by its own choice again. Returns whether it uses
+    other ways now.
 
-    For the whole process. Without effect where torch's own choice is the fastest for all of the dtypes: a small product then costs
-    2.8 microseconds, and 14 with other ways.
+    Applies to the whole process. No effect if torch's own choice is the fastest for all of the dtypes. A small product takes 2.8
+    microseconds by torch alone, and 14 with other ways.
     """
     if not faster:
         for library in _installed:
@@ -73,7 +74,7 @@ def use(faster: bool, dtypes: Iterable[torch.dtype | None] = (torch.float32, tor
     elif not _installed and not ways().keys().isdisjoint(dtypes):
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch names the kernel that is replaced
+            warnings.simplefilter("ignore", UserWarning)  # torch warns of the replaced kernel
             for name, kernel in _KERNELS:
                 _own[name] = torch.library.get_kernel(f"aten::{name}", "CPU")  # before it is overridden
                 library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
@@ -83,12 +84,12 @@ def use(faster: bool, dtypes: Iterable[torch.dtype | None] = (torch.float32, tor
 
 
 def listed() -> str:
-    """The products that are not torch's own now, as "bfloat16 by fp32"; empty if there are none."""
+    """The products that are currently not torch's own, such as "bfloat16 by fp32"; "" if there are none."""
     return ", ".join(f"{str(dtype).removeprefix('torch.')} by {way.name}" for dtype, way in ways().items() if _installed)
 
 
 def _times(a: Tensor, b: Tensor, addend: Tensor | None = None) -> Tensor | None:
-    """The product, plus an addend, in another way than torch's; or None where torch's is as fast, or has an error to raise."""
+    """The product, plus an addend, in another way than torch's; None if torch's is as fast, or has an error to raise."""
     way = ways().get(a.dtype)
     if way is None or a.dim() != 2 or b.dim() != 2:
         return None
@@ -99,17 +100,17 @@ def _times(a: Tensor, b: Tensor, addend: Tensor | None = None) -> Tensor | None:
 
 
 def _is_dense(a: Tensor) -> bool:
-    """Whether rows, or columns, are without gaps inside, and none overlaps another."""
+    """Whether rows, or columns, are contiguous inside and do not overlap."""
     (rows, columns), (down, right) = a.shape, a.stride()
     return (right == 1 and down >= columns) or (down == 1 and right >= rows)
 
 
 def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """[Note: New shapes] oneDNN compiles a kernel for each shape, in 0.75 ms, and keeps 1,024. Rows of experts, and of texts of any
-    length, are others in each step, so they are padded with zeros to one of few numbers, by an eighth at most: eight numbers from a
-    power of 2 to the next, and multiples of 64 from 512. They are the rows of `a`, or the terms of the sums if `a` is the transpose
-    of a matrix of rows, as in the gradient of a weight; features stay as they are. A product of padded rows is a view of the rows
-    that count: `torch.save` writes the others, too, unless it is given a clone."""
+    """[Note: New shapes] oneDNN compiles a kernel for each shape, in 0.75 ms, and keeps 1,024. The number of rows of experts, and
+    of texts of any length, changes in each step, so rows are padded with zeros to one of few numbers, by an eighth at most: eight
+    numbers from one power of 2 to the next, and multiples of 64 from 512. These are the rows of `a`, or the terms of the sums if
+    `a` is the transpose of a matrix of rows, as in a weight's gradient; features are not padded. A product of padded rows is a view
+    of the real rows: `torch.save` writes the others, too, unless it is given a clone."""
     if len(a) * b.numel() >= _LARGE:
         return _linear(a, b, bias)
     if a.stride(1) != 1:
@@ -118,7 +119,7 @@ def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """With rows of zeros behind, up to a multiple of what grows with their number."""
+    """x with zero rows appended, up to a multiple that grows with their number."""
     pad = -len(x) % min(_MOST_PAD, 1 << max(0, len(x).bit_length() - 4))
     if pad == 0:
         return x
@@ -133,10 +134,10 @@ def _linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _by_fp32(a: Tensor, b: Tensor, addend: Tensor | None) -> Tensor:
-    """The numbers are exact in fp32, so are their products; the sums are rounded once, as in torch's."""
+    """The numbers are exact in fp32, and so are their products; the sums are rounded once, as in torch's product."""
     (m, k), n = a.shape, b.shape[1]
     out, added = a.new_empty(m, n), None if addend is None else addend.expand(m, n)
-    with torch.autocast("cpu", enabled=False):  # of which `out=` is no operation: it would round the wide operands again
+    with torch.autocast("cpu", enabled=False):  # it ignores `out=`, and would round the widened operands again
         for rows in _slices(m, _PIECE):
             for columns in _slices(n, _PIECE):
                 pieces = (a[rows, terms].float() @ b[terms, columns].float() for terms in _slices(k, _DEPTH))
@@ -160,7 +161,7 @@ def _mm_into(keys: _Keys, a: Tensor, b: Tensor, *, out: Tensor) -> Any:
 
 
 def _takes(out: Tensor, a: Tensor, b: Tensor) -> bool:
-    """Whether an output is filled as it is; torch gives others a new size, or refuses them."""
+    """Whether an output can be filled in place; torch resizes other outputs, or refuses them."""
     return out.dtype is a.dtype and a.dim() == b.dim() == 2 and out.shape == (len(a), b.shape[1])
 
 

@@ -1,7 +1,7 @@
 """Matrices of products, row-major [out, in] as in `nn.Linear`, and as panels: the layout that the native kernels read.
 
-A `Matrix` is a tensor, or `Int8`, `Int4` or `KQuant`. `tables_of` says which words of it go into which panels (csrc/decoder.h has
-the layout), `fill` writes them, `rows_of` reads them back.
+A `Matrix` is a tensor, or `Int8`, `Int4` or `KQuant`. `tables_of` tells which of its words go into which panels (csrc/decoder.h
+describes the layout), `fill` writes them, `rows_of` reads them back.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Int4(NamedTuple):
 
 
 class KQuant(NamedTuple):
-    """Weight-only, in llama.cpp's blocks of 256 inputs, whose groups have whole numbers as scales. 6 bits, in groups of 16:
+    """Weight-only, in llama.cpp's blocks of 256 inputs, whose groups have integers as scales. 6 bits, in groups of 16:
     w = d * scale * (code - 32). 4 or 5 bits, in groups of 32: w = d * scale * code - d_min * minimum."""
 
-    q: Tensor  # uint8 [out, in * bits / 8], as `pack_codes` has them
-    scale: Tensor  # int8 [out, in / 16]; of 4 or 5 bits, each group's scale and minimum
-    d: Tensor  # fp16 [out, in / 256]; of 4 or 5 bits [out, in / 128], each block's d and d_min
+    q: Tensor  # uint8 [out, in * bits / 8], packed by `pack_codes`
+    scale: Tensor  # int8 [out, in / 16]; for 4 or 5 bits, each group's scale and minimum
+    d: Tensor  # fp16 [out, in / 256]; for 4 or 5 bits [out, in / 128], each block's d and d_min
 
     @property
     def features(self) -> int:
@@ -57,7 +57,7 @@ class KQuant(NamedTuple):
         return self.q.shape[1] * 8 // self.features
 
     def affine(self) -> tuple[Tensor, Tensor]:
-        """Of each group, fp32 [out, groups]: w = code * scale + low, exactly."""
+        """(scale, low) of each group, fp32 [out, groups]: w = code * scale + low, exactly."""
         if self.bits == 6:
             scale = (self.scale.unflatten(1, (-1, K_BLOCK // 16)) * self.d.float()[..., None]).flatten(1)
             return scale, scale * -32
@@ -88,7 +88,7 @@ def to_kind(w: Tensor, kind: str, group: int = 32) -> Int8 | Int4:
 
 
 def blank_of(m: Matrix, *, kind: str, group: int, dtype: torch.dtype) -> Matrix:
-    """The form, on meta, that a matrix is loaded in: `to_kind(m, kind, group)`, or a tensor of `dtype`. Codes stay codes."""
+    """The form, on meta, in which a matrix is loaded: `to_kind(m, kind, group)`, or a tensor of `dtype`. Codes stay codes."""
     if not isinstance(m, Tensor):
         return type(m)(*(part.to("meta") for part in m))
     (rows, features), new = m.shape, functools.partial(torch.empty, device="meta")
@@ -103,8 +103,8 @@ def unpack(q: Tensor) -> Tensor:
     return torch.stack((q & 15, q >> 4), 2).flatten(1)
 
 
-_WORDS = {4: (2, 1), 5: (8, 5), 6: (4, 3)}  # of `KQuant`, by its bits: words of codes, and the words that they are stored in
-# Where codes lie in the upper bits of other words: (word, from which of its bits, how many, in which stored word, from which bit).
+_WORDS = {4: (2, 1), 5: (8, 5), 6: (4, 3)}  # `KQuant` bits -> (words of codes, words that store them)
+# Codes stored in the upper bits of other words: (word, its first bit, number of bits, stored word, first bit there).
 _ABOVE = {
     4: [(1, 0, 4, 0, 4)],
     5: [(5, 0, 3, 0, 5), (5, 3, 2, 1, 5), (6, 0, 3, 2, 5), (6, 3, 2, 3, 5), (7, 0, 1, 1, 7), (7, 1, 1, 3, 7), (7, 2, 3, 4, 5)],
@@ -113,7 +113,7 @@ _ABOVE = {
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes, uint8 [rows, in], of 4, 5 or 6 bits -> uint8 [rows, in * bits / 8], in the words of the kernels: four codes each in
+    """Pack codes of 4, 5 or 6 bits, uint8 [rows, in], into uint8 [rows, in * bits / 8], in the kernels' words: four codes each in
     the low bits of their bytes, and other words' codes above them (csrc/decoder.h, [Note: K-quants])."""
     num, stored = _WORDS[bits]
     words = codes.contiguous().view(torch.int32).unflatten(1, (-1, num))  # four bytes at once
@@ -124,7 +124,6 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(q: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack_codes`."""
     num, stored = _WORDS[bits]
     packed = q.contiguous().view(torch.int32).unflatten(1, (-1, stored))
     words = torch.zeros(*packed.shape[:2], num, dtype=torch.int32, device=q.device)
@@ -135,7 +134,7 @@ def unpack_codes(q: Tensor, bits: int) -> Tensor:
 
 
 def _in_each(width: int) -> int:
-    """A mask of the lowest bits of four bytes."""
+    """A mask for the lowest bits of four bytes."""
     return 0x01010101 * ((1 << width) - 1)
 
 
@@ -232,7 +231,7 @@ def is_centred(matrix: Matrix) -> bool:
 
 
 def record_of(matrix: Matrix, num_parts: int = 1) -> MatrixRecord:
-    """A record without addresses; `num_parts`: matrices like this one that are packed together."""
+    """A record without addresses. `num_parts`: number of matrices like this one that are packed together."""
     match matrix:
         case Int4():
             columns, features = len(matrix.q), 2 * matrix.q.shape[1]
@@ -270,9 +269,9 @@ def fill(address: int, table: Table, part: int = 0, num_parts: int = 1) -> None:
 
 
 def rows_of(panels: Tensor, table: Table) -> Tensor:
-    """The inverse of `fill`, by torch: uint8 panels of a table to rows like `table.rows`, which is used for its shape only."""
+    """The inverse of `fill`, in torch: uint8 panels of a table to rows like `table.rows`, which only gives the shape."""
     words = panels.view(-1, table.num_words, PANEL, table.word).transpose(1, 2)
-    if table.nibbles:  # of 8 features, the first four are in the low halves
+    if table.nibbles:  # the first four of 8 features are in the low halves
         eight = torch.cat((words & 15, words >> 4), -1)
         words = eight[..., ::2] | eight[..., 1::2] << 4
     rows = words.flatten(2).flatten(0, 1)[: len(table.rows), : table.row_nbytes].contiguous()

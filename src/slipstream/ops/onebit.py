@@ -1,10 +1,10 @@
-"""The passes of optimizers that exchange signs (1-bit Adam, arXiv 2102.02888): native kernels, and their twin in torch.
+"""The passes of optimizers that exchange signs (1-bit Adam, arXiv 2102.02888): native kernels, and their torch twin.
 
-record    512 elements on the wire: a bf16 scale, the root of the mean square, then 64 bytes of signs; 1.03 bits per element. An
-          element is +-scale
-y         what is compressed, with the errors of all steps before; the error is y - scale * sign(y). So no error is stored
+record    512 elements on the wire: a bf16 scale, the root mean square, then 64 bytes of signs; 1.03 bits per element. An element
+          is +-scale
+y         the compressed values, including the errors of all steps before; the error is y - scale * sign(y), so none is stored
 inverse   the frozen preconditioner, 1 / (sqrt(v) + eps); 0 for an element that is never stepped: its y stays 0
-p         what the last exchange gave, the mean over ranks, as records
+p         the last exchange's result, the mean over ranks, as records
 
 All arrays are 1-D, contiguous, of a multiple of 512 elements. Results are bit-identical on all instruction sets and in torch.
 """
@@ -47,10 +47,10 @@ def nbytes(numel: int) -> int:
 def worker(
     grad: Tensor, inverse: Tensor, partly: Tensor, y: Tensor, scales: Tensor, records: Tensor, *, beta: float, factor: float
 ) -> None:
-    """y = beta * p + factor * grad * inverse + error; `records`, which has p, becomes the records of y, and `scales` their scales.
+    """y = beta * p + factor * grad * inverse + error; `records`, holding p, becomes the records of y, and `scales` their scales.
 
-    grad: fp32, bf16 or fp16. inverse, y: fp32 of its numel. partly: of the inverse. scales: fp32, one per block, zeros at first, as
-    y is. records: uint8.
+    grad: fp32, bf16 or fp16. inverse, y: fp32 of grad's numel. partly: of the inverse. scales: fp32, one per block; zeros at first,
+    like y. records: uint8.
     """
     _check("worker", y.numel(), {"grad": grad, "inverse": inverse}, (partly, scales), records)
     arrays = {"grad": grad, "inverse": inverse, "partly": partly, "y": y, "scales": scales, "records": records}
@@ -65,7 +65,7 @@ def worker(
 def server(
     sources: Sequence[Tensor], inverse: Tensor, partly: Tensor, y: Tensor, scales: Tensor, records: Tensor, *, alpha: float
 ) -> None:
-    """y = alpha * the sum of the sources' values + error; `records` and `scales` become those of y. As in `worker`."""
+    """y = alpha * the sum of the sources' values + error; `records` and `scales` become y's. Arguments as in `worker`."""
     _check("server", y.numel(), {"inverse": inverse}, (partly, scales), records)
     pointers = (ctypes.c_void_p * len(sources))(*(source.data_ptr() for source in sources))
     arrays = {"inverse": inverse, "partly": partly, "y": y, "scales": scales, "records": records}
@@ -80,7 +80,7 @@ def server(
 def update(
     master: Tensor, records: Tensor, inverse: Tensor, partly: Tensor, out: Tensor | None, *, keep: float, rate: float
 ) -> None:
-    """master = master * keep - rate * p, and `out` the same, rounded. partly: uint8, 1 for a block with elements of inverse 0."""
+    """master = master * keep - rate * p, also rounded into `out`. partly: uint8, 1 for a block with elements of inverse 0."""
     _check("update", master.numel(), {"inverse": inverse}, (partly,), records)
     arrays = {"inverse": inverse, "y": master, "records": records, "partly": partly} | ({} if out is None else {"out": out})
     dtype = cpu.DTYPES[torch.float32 if out is None else out.dtype]
@@ -98,7 +98,7 @@ def decode(records: Tensor) -> Tensor:
 
 
 def error(y: Tensor, scales: Tensor, inverse: Tensor) -> Tensor:
-    """What the signs of y have lost."""
+    """The error of y's signs."""
     return torch.where(inverse > 0, y - _signed(y, scales), 0.0)
 
 
@@ -137,14 +137,14 @@ def _scales(records: Tensor) -> Tensor:
 
 
 def _signs(records: Tensor) -> Tensor:
-    """+-1, fp32 [blocks, 512]."""
+    """The signs as +-1, fp32 [blocks, 512]."""
     packed = records.view(-1, NBYTES)[:, 2:]
     bits = (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=records.device)) & 1
     return bits.flatten(1).float() * 2 - 1
 
 
 def _signed(y: Tensor, scales: Tensor) -> Tensor:
-    """scale * sign(y), so that y minus it is the error; [blocks, 512] with y's shape in `y - _signed(...)`."""
+    """scale * sign(y), which subtracted from y gives the error; [blocks, 512] with y's shape in `y - _signed(...)`."""
     blocks = y.view(-1, BLOCK)
     return torch.where(blocks >= 0, scales[:, None], -scales[:, None]).view(-1)
 
@@ -163,7 +163,7 @@ def _finish(x: Tensor, inverse: Tensor, y: Tensor, scales: Tensor, records: Tens
 
 
 def _lanes_sum(values: Tensor) -> Tensor:
-    """[blocks, n, 16] -> [blocks], in the order of the kernels: each lane first, then lanes i and i + 8, and so on."""
+    """[blocks, n, 16] -> [blocks], summed in the kernels' order: each lane first, then lanes i and i + 8, and so on."""
     lanes = values[:, 0]
     for i in range(1, values.shape[1]):
         lanes = lanes + values[:, i]

@@ -36,7 +36,7 @@ from slipstream.ops.reference import BLOCK, added
 
 Arrays = tuple[Tensor, Tensor | None, State, State, Tensor | None]  # master, grad, first and second state, weights
 
-_RECORD = struct.Struct("=15qq2I13fi")  # struct step of csrc/optim.h: pointer, scales and kind of five arrays first
+_RECORD = struct.Struct("=15qq2I13fi")  # struct step of csrc/optim.h; first pointer, scales and kind of five arrays
 _CODES = 3
 
 
@@ -147,7 +147,7 @@ def adagrad(
     step: int,
     rounding: Stochastic | None = None,
 ) -> None:
-    """Adagrad with the formulas of torch.optim.Adagrad. `step` counts from 1. No 8-bit state: they would lose small increments."""
+    """Adagrad with the formulas of torch.optim.Adagrad. `step` counts from 1. No 8-bit state, which would lose small increments."""
     _check_step("adagrad", step)
     c = Coefficients(scale=scale, l2=weight_decay, eps=eps, lr=lr / (1 + (step - 1) * lr_decay))
     names = ("master", "grad", "", "square_sum", "out")
@@ -224,7 +224,7 @@ def _corrections(bias_correction: bool, step: int, beta1: float, beta2: float) -
 
 
 def _lerp(beta: float, from_grad: int) -> tuple[float, int]:
-    """The rate of an interpolation, and the flag to start it from the gradient, which it does if that has the larger weight."""
+    """The rate of an interpolation, and the flag to start it from the gradient, set if that has the larger weight."""
     return (beta, from_grad) if beta <= 0.5 else (1.0 - beta, 0)
 
 
@@ -270,7 +270,7 @@ def _step(
 
 
 def _packed(op: str, names: tuple[str, ...], arrays: Arrays) -> list[int]:
-    """Pointer, scales and kind of each array, as in _RECORD. Raises ValueError for arrays that are not those of one range."""
+    """Pointer, scales and kind of each array, as in _RECORD. Raises ValueError for arrays that do not belong to one range."""
     packed: list[int] = []
     for i, array in enumerate(arrays):
         if array is None:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from slipstream.ops.reference import CPU_SUM, spans, sqrt, sum_by_block
 
-CODED = 256  # elements to a scale, as in csrc/optim.h
+CODED = 256  # elements per scale, as in csrc/optim.h
 FULL = {torch.int8: 127.0, torch.uint8: 255.0}  # the largest code
 _LOW = 0xFFFFFFFF
 
 
 class KernelRule(IntEnum):
-    """Numbered as in csrc/optim.h, as are the flags below."""
+    """Numbered as in csrc/optim.h, like the flags below."""
 
     ADAMW = 0
     LION = 1
@@ -76,7 +76,6 @@ class Blocks(NamedTuple):
         return Blocks(self.codes[start:stop], self.scales[start // CODED : -(-stop // CODED)])
 
     def float(self) -> Tensor:
-        """The state in fp32."""
         return _read(self, slice(0, self.codes.numel()))
 
     @classmethod
@@ -90,7 +89,7 @@ class Blocks(NamedTuple):
 class Stochastic(NamedTuple):
     """Stochastic rounding of bf16 tensors and codes, unbiased. The random bits are a function of all three fields.
 
-    `offset` is that of the first element, a multiple of 16, in any numbering of elements that the caller chooses."""
+    `offset`: of the first element, a multiple of 16, in any numbering of elements that the caller chooses."""
 
     seed: int
     step: int

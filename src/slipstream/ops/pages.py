@@ -1,4 +1,4 @@
-"""Huge pages: the first write to a large tensor costs a page fault per 2 MiB, not per 4 KiB."""
+"""Huge pages: the first write to a large tensor costs a page fault per 2 MiB instead of per 4 KiB."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LEAST_NBYTES = 8 << 20  # below, the allocator reuses memory
-_BLOCK_NBYTES = 64 << 20  # of a `Pool`; more than any size that malloc keeps for later
+_LEAST_NBYTES = 8 << 20  # for smaller tensors, the allocator reuses memory
+_BLOCK_NBYTES = 64 << 20  # block of a `Pool`; larger than any size that malloc keeps for later
 _HUGE_NBYTES = 2 << 20
 _LINE = 64
 _HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -28,20 +28,20 @@ def _madvise() -> Any:
 
 
 def give_back_freed() -> None:
-    """Return to the system what malloc keeps of freed memory. (After a model of 0.8 GB was opened: 0.3 GB.)"""
+    """Return freed memory that malloc keeps to the system. (After opening a model of 0.8 GB: 0.3 GB.)"""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def huge(out: Tensor) -> Tensor:
-    """`out`, not yet written, in huge pages if it is on the CPU and large. (A gradient of 64 MB: 15 ms less on one core.)"""
+    """`out`, not yet written, with huge pages if it is large and on the CPU. (A gradient of 64 MB: 15 ms less on one core.)"""
     if out.device.type == "cpu" and out.nbytes >= _LEAST_NBYTES:
         _advise_huge(out)
     return out
 
 
 def free_pages(tensor: Tensor, *, is_shared: bool = False) -> None:
-    """Free the full pages of a CPU tensor, which read as zeros afterwards. is_shared: for all processes that map them."""
+    """Free the full pages of a CPU tensor, which then read as zeros. is_shared: for all processes that map them."""
     refused = _advise(tensor, _REMOVE if is_shared else mmap.MADV_DONTNEED)
     assert refused == 0, f"madvise: errno {ctypes.get_errno()}"
 
@@ -58,10 +58,10 @@ def _advise(tensor: Tensor, advice: int) -> int:
 
 
 class Pool:
-    """Huge pages for tensors that are smaller than one, such as an expert's matrices: slices of large blocks, freed together.
+    """Huge pages for tensors smaller than one, such as an expert's matrices: slices of large blocks, freed together.
 
-    Reading weights in 4-KiB pages costs a page walk for each and ends the processor's own prefetching (decode of a mixture in
-    bf16: 15 % slower)."""
+    Reading weights in 4-KiB pages costs a page walk for each, and ends the processor's prefetching (decode of a mixture in bf16: 15
+    % slower)."""
 
     def __init__(self) -> None:
         self.blocks: list[Tensor] = []
@@ -69,7 +69,7 @@ class Pool:
         self._lock = threading.Lock()
 
     def empty(self, nbytes: int) -> Tensor:
-        """Uninitialized uint8 [nbytes], at the start of a cache line. Memory is used when it is written."""
+        """Uninitialized uint8 [nbytes], starting on a cache line. Memory is used when it is written."""
         with self._lock:
             if not self.blocks or self._used + nbytes > self.blocks[-1].nbytes:
                 size = max(nbytes, _BLOCK_NBYTES)

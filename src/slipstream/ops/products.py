@@ -1,7 +1,7 @@
 """Products with one matrix, x W^T + bias, by the native engine's kernels (csrc/decoder_products.h), and their torch twin.
 
 A row of a native product has the same bits whatever the other rows are and however many threads compute it. int8 and int4 round x
-to 8 bits, with a scale per 32 features of a row; sums are exact within these and fp32 over them.
+to 8 bits, with a scale per 32 features of a row; sums are exact within these and in fp32 over them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from slipstream.ops import build
 from slipstream.ops.matrices import Codes, Matrix, MatrixRecord, dequantize, round_activations
 from slipstream.ops.team import MAX_THREADS, Team, openmp
 
-_ALONE = 1 << 20  # multiplications, below which waking another thread costs more than it saves
-_SLICE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights dequantized at once: as many as caches hold, or as fill a GPU
+_ALONE = 1 << 20  # multiplications; for fewer, waking another thread costs more than it saves
+_SLICE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights dequantized at once: as many as caches hold, or as occupy a GPU
 _FEW = 128  # rows of one tile of Triton's kernel, which reads codes once; for more, cuBLAS multiplies dequantized weights
 
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class _Team:
-    """A team for products, one at a time, whose tasks run on torch's OpenMP threads where they can (`team.openmp`)."""
+    """A team for products, one at a time, whose tasks run on torch's OpenMP threads if possible (`team.openmp`)."""
 
     def __init__(self, threads: int, process: int) -> None:
-        """`threads`: as many as torch has. OpenMP would end its others at each product of a smaller team, and start them again."""
+        """`threads`: torch's number. With fewer, OpenMP would end its other threads at each product, and restart them."""
         self.run = build.function("slipstream_linear", _int, *[_pointer] * 5, _long, _long)
         self.team = Team(min(threads, len(os.sched_getaffinity(process)), MAX_THREADS))
         self.lock = threading.Lock()
@@ -42,7 +42,7 @@ class _Team:
 
 @functools.cache
 def _team(threads: int, process: int) -> _Team:
-    """Of process `process`: a fork may have copied the lock while it was held."""
+    """The team of process `process`, because a fork may have copied the lock while it was held."""
     return _Team(threads, process)
 
 

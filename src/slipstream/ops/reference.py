@@ -1,9 +1,9 @@
 """The torch twins of the native kernels: the same results without a compiler, on any device. (Optimizers: `optim_reference.py`.)
 
-Elementwise results are bit-identical to the kernels': each operation here is one IEEE operation there, in the same order. So no
-operation that torch fuses or reorders is allowed here (`add(alpha=)`, `addcmul`, `lerp`). Sums of squares agree to fp64 rounding
-and do not depend on the number of threads: torch splits no reduction of fewer than 32,768 elements, and those here have at most
-16,384 on a CPU.
+Elementwise results are bit-identical to the kernels': each operation here is one IEEE operation there, in the same order. So
+operations that torch fuses or reorders are not allowed here (`add(alpha=)`, `addcmul`, `lerp`). Sums of squares agree to fp64
+rounding and do not depend on the number of threads: torch splits no reduction of fewer than 32,768 elements, and those here have at
+most 16,384 on a CPU.
 
 Glossary: `span` is the current slice of elements, short enough that its temporaries stay in cache.
 """
@@ -20,7 +20,7 @@ BLOCK = 65536  # elements per partial sum of squares, as in csrc/slipstream_ops.
 CPU_CHUNK = 65536  # its temporaries stay in cache, and torch's overhead per call is small compared with its work
 CPU_SUM = 16384
 DEVICE_CHUNK = 1 << 24  # few large kernels on an accelerator
-SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of an int4 group's range: outliers are clipped if that lowers the error
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # factors of an int4 group's range: outliers are clipped if that lowers the error
 
 
 class Partial(NamedTuple):
@@ -54,13 +54,13 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
 
 
 def sum_by_block(squares: list[float]) -> float:
-    """The sum of the squares: within each block in order, then over the blocks in order."""
+    """The sum of the squares: first within each block, then over the blocks, in order."""
     step = BLOCK // CPU_SUM
     return added([added(squares[start : start + step]) for start in range(0, len(squares), step)])
 
 
 def added(values: Iterable[float]) -> float:
-    """The sum in order. Not the builtin `sum`, which compensates for rounding from Python 3.12 on."""
+    """The sum in order. Unlike the builtin `sum`, it does not compensate for rounding (Python 3.12 and newer)."""
     total = 0.0
     for value in values:
         total += value
@@ -129,7 +129,7 @@ def _fit_int4(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     middle, span, mean = (least + most) * 0.5, most - least, _sum(w) / size
 
     def fit(shrink: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Errors, scale and low of the codes over a part of the span."""
+        """(errors, scale, low) of the codes for a part of the range."""
         codes = _nearest_code(w, span * (shrink / 15), middle - span * (shrink / 2))
         # A least-squares fit of w by codes gives their best scale and low; the codes are then recomputed.
         code_mean = _sum(codes) / size

@@ -1,6 +1,6 @@
-"""8-bit and 4-bit matrices, quantized row by row into bytes: the storage of frozen weights, also sharded and in transfers.
+"""8-bit and 4-bit matrices, quantized row by row into bytes: the storage of frozen weights, also when sharded and transferred.
 
-row    its codes, then a bf16 scale per block of `block` columns. Rows are independent: each is quantized and read on its own
+row    its codes, then a bf16 scale per block of `block` columns. Each row is quantized and read independently
 codes  8 bits: integers from -127 to 127, times scale / 127. 4 bits: indices into NF4, two per byte, the first in the low half
 NF4    16 values at quantiles of a normal distribution, scaled to [-1, 1], with an exact 0 (QLoRA, arXiv 2305.14314, eq. 4;
        the constants as its authors' library derives them)

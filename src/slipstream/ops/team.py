@@ -1,4 +1,4 @@
-"""Teams of native threads (csrc/threads.h), for kernels that take one."""
+"""Teams of native threads (csrc/threads.h), for kernels that take a team."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PROCESS = os.getpid()
 
 
 def openmp(*names: str) -> list[int] | None:
-    """Addresses of functions of the OpenMP whose threads torch computes on, if it is GNU's; None in a fork, which must not use its
-    parent's. Between a model's products these threads wait for its next operation, awake for a while, on the cores that other
-    threads would need."""
+    """Addresses of functions of the OpenMP library on whose threads torch computes, if it is GNU's; None in a fork, which must not
+    use its parent's. Between a model's products these threads wait for its next operation, awake for a while, on the cores that
+    other threads would need."""
     loaded = ctypes.CDLL(None)
     if os.getpid() != _PROCESS or not all(hasattr(loaded, name) for name in names):
         return None
@@ -23,8 +23,8 @@ def openmp(*names: str) -> list[int] | None:
 
 
 class Team:
-    """Native threads that sleep between calls. The first call of a process starts them: a fork does not copy its parent's. Raises
-    ValueError for a number that is not from 1 to 64."""
+    """Native threads that sleep between calls. The first call in a process starts them, because a fork does not copy its parent's.
+    Raises ValueError for a number outside 1 to 64."""
 
     def __init__(self, threads: int) -> None:
         if not 1 <= threads <= MAX_THREADS:
@@ -35,13 +35,13 @@ class Team:
 
     @property
     def handle(self) -> int:
-        """For one call at a time. Raises MemoryError if the system has no more threads."""
+        """The team for one call at a time. Raises MemoryError if the system has no more threads."""
         if self._process != os.getpid():
             self._start()
         return self._handle
 
     def close(self) -> None:
-        """End the threads. No call may run."""
+        """End the threads. No call may be running."""
         if self._free is not None:
             self._free()
         self._process = 0
@@ -55,6 +55,6 @@ class Team:
 
 
 def _free(handle: int, process: int) -> None:
-    """A fork must not wait for the threads of its parent."""
+    """Free a team, but not in a fork, which must not wait for its parent's threads."""
     if os.getpid() == process:
         build.function("slipstream_team_free", None, ctypes.c_void_p)(handle)

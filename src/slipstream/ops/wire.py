@@ -1,9 +1,9 @@
-"""Gradients and weights as 8-bit or 4-bit codes on the wire: native kernels, and their twin in torch.
+"""Gradients and weights as 8-bit or 4-bit codes on the wire: native kernels, and their torch twin.
 
 block    256 elements: a bf16 scale, then their codes; 8.06 or 4.06 bits per element. An element is code * scale
 scale    the block's largest magnitude / 127 (4 bits: / 7), rounded up to bf16 so that no code is clipped; NaN if an element is not
-         finite, so that a sum of such a block is NaN and the step is skipped
-error    error feedback: what the codes of earlier steps have lost, in 8-bit blocks of its own (LoCo, arXiv 2407.04480, with its
+         finite, so that a sum with such a block is NaN and the step is skipped
+error    error feedback: the error of earlier steps' codes, in 8-bit blocks of its own (LoCo, arXiv 2407.04480, with its
          moving average; beta 0 is plain error feedback)
 
 The last block has as many bytes as its elements need. Results are bit-identical on all instruction sets and in torch.
@@ -29,7 +29,7 @@ class Feedback(NamedTuple):
     """Error feedback of one array."""
 
     error: Tensor  # uint8 [nbytes(numel, 8)], updated in place; zeros at first
-    beta: float = 0.0  # of the old error in the new one
+    beta: float = 0.0  # weight of the old error in the new one
 
 
 def nbytes(numel: int, bits: int) -> int:
@@ -61,9 +61,9 @@ def encode(values: Tensor, out: Tensor, bits: int, feedback: Feedback | None = N
 
 @torch.no_grad()
 def sum_coded(out: Tensor, sources: Sequence[Tensor], bits: int, *, alpha: float = 1.0, accumulate: bool = False) -> Partial:
-    """As `ops.sum_ranks`, of sources that `encode` made; of one source with alpha 1: decode it.
+    """`ops.sum_ranks` for sources that `encode` made. With one source and alpha 1: decode it.
 
-    out: 1-D, fp32, bf16 or fp16, no part of a source.
+    out: 1-D, fp32, bf16 or fp16, not part of a source.
     """
     numel, dtype = out.numel(), cpu.DTYPES.get(out.dtype)
     _check("sum_coded", bits, numel, {f"sources[{i}]": source for i, source in enumerate(sources)})
@@ -78,7 +78,7 @@ def sum_coded(out: Tensor, sources: Sequence[Tensor], bits: int, *, alpha: float
 
 
 def rescale(error: Tensor, factor: float) -> None:
-    """Multiply errors, which have a loss scale, by the new one over the old one: exact for a power of 2."""
+    """Multiply errors, which include a loss scale, by the ratio of the new scale to the old one: exact for a power of 2."""
     whole = error[: error.numel() // nbytes(WIRE_BLOCK, 8) * nbytes(WIRE_BLOCK, 8)].view(-1, nbytes(WIRE_BLOCK, 8))
     for records in (whole[:, :2], error[whole.numel() :][:2].view(-1, 2)):
         scales = records.contiguous().view(torch.bfloat16) * factor
@@ -100,7 +100,7 @@ def _check(op: str, bits: int, numel: int, coded: dict[str, Tensor]) -> None:
 
 
 def _blocks(numel: int, bits: int) -> tuple[int, int]:
-    """The number of blocks, and the bytes that the last one lacks."""
+    """The number of blocks, and the number of bytes that the last one lacks."""
     count = -(-numel // WIRE_BLOCK)
     return count, count * nbytes(WIRE_BLOCK, bits) - nbytes(numel, bits)
 

@@ -1,11 +1,10 @@
 """Atomic words in shared memory: store, load, add, and wait for a value.
 
 A word is a naturally aligned uint32 (heartbeats: uint64) in a shared mapping, which the caller keeps alive. Stores and adds have
-release semantics; loads and completed waits have acquire semantics. Values wrap at 2**32 and are compared by signed difference,
-so counters may wrap.
+release semantics; loads and completed waits have acquire semantics. Values wrap at 2**32 and are compared by signed difference.
 
 Without a compiler the same functions work through ctypes: waiting polls with short sleeps instead of a futex, and libstdc++'s
-atomic add (torch has loaded that library already) serves as `add` and as the fences that processors other than x86 need.
+atomic add (torch has already loaded that library) serves as `add` and as the fences that processors other than x86 need.
 """
 
 import ctypes

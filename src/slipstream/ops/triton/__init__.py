@@ -1,4 +1,4 @@
-"""Triton kernels for NVIDIA GPUs, of the decoder in `inference.cuda`, and of training. Importing the modules needs triton.
+"""Triton kernels for NVIDIA GPUs: for the decoder in `inference.cuda`, and for training. Importing the modules needs triton.
 
     linear.py      products of bf16, fp16, fp32, int8 and int4 matrices
     attention.py   paged attention over fixed ranges of positions, and their combination
@@ -14,7 +14,7 @@ GPU. Their torch twin is `inference.decoder`; sparse.py, fused.py and flat.py na
 [Note: Batch invariance on CUDA] A row's result is bit-identical whatever else is in the batch and however a prompt was split:
 the terms of every sum and their order depend only on the matrix's shape or on the position.
 
-- A product's features are cut into slices, whose number depends on the matrix's shape alone. With few rows, each program computes
+- A product's features are cut into slices, whose number depends only on the matrix's shape. With few rows, each program computes
   one slice and writes a *plane* of partial sums, and the kernel that reads the result adds the planes in order. With many rows, a
   program computes all slices, each in its own accumulator, and adds them in the same order.
 - The left operand of every matrix instruction is the weights, keys or values, whose tile has a fixed number of rows: 64 or 128, or

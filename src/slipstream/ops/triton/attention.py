@@ -1,8 +1,8 @@
 """Paged attention: reads keys and values through block tables, for decode and prefill.
 
 Two kernels. `_attend` computes softmax attention of a *tile* (rows of one request) and a kv head over one range of positions
-(tiles.py): weighted values, maximum and sum of weights. `_combine` adds the ranges of each row and head in order. Of heads that are
-wider than a tile can be (latent attention), each program computes all scores, and a chunk of the values' features.
+(tiles.py): weighted values, maximum and sum of weights. `_combine` adds the ranges of each row and head in order. For heads wider
+than a tile can be (latent attention), each program computes all scores, and a chunk of the values' features.
 
 Lanes: the right-hand columns of a tile: GROUP query heads (padded to a power of two) for each of its rows.
 Suffixes: S positions, D features of a head, L lanes.
@@ -21,7 +21,7 @@ from slipstream.ops.triton.tiles import LEAST, multiply, num_ranges, range_of, r
 
 _POSITIONS = tl.constexpr(64)  # per step: the height of a matrix instruction
 _PROGRAMS = 256
-_WIDEST, _CHUNK = {2: 256, 4: 128}, 128  # features of a head that one program can hold, by bytes of a number; of a chunk
+_WIDEST, _CHUNK = {2: 256, 4: 128}, 128  # features of a head that one program can hold, by bytes per number; features of a chunk
 
 
 class Tiles(NamedTuple):
@@ -182,8 +182,8 @@ def attend(
     window: int,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """Attention of q [rows, heads, dim] over cached keys and values [blocks, block_size, kv_heads, dim], of which a row sees those
-    before its stop and, with a window, less than that far from its position. slopes: ALiBi's, of each head.
+    """Attention of q [rows, heads, dim] over cached keys and values [blocks, block_size, kv_heads, dim]. A row sees the keys before
+    its stop and, with a window, within that distance of its position. slopes: ALiBi's, one per head.
 
     Returns [rows, heads * dim] in q's dtype."""
     num_rows, num_heads, dim = q.shape
@@ -192,7 +192,7 @@ def attend(
     block_dim = width if width <= _WIDEST[q.itemsize] else _CHUNK
     sums = q.new_empty(num_rows, num_heads, ranges, dim, dtype=torch.float32)
     stats = q.new_empty(num_rows, num_heads, ranges, 2, dtype=torch.float32)
-    programs = min(ranges, max(1, _PROGRAMS // (num_tiles * kv_heads)))  # that share a tile's ranges
+    programs = min(ranges, max(1, _PROGRAMS // (num_tiles * kv_heads)))  # programs that share a tile's ranges
     shape: dict[str, Any] = {"WINDOW": window, "DIM": dim, "enable_fp_fusion": False}
     _attend[(num_tiles, kv_heads * -(-dim // block_dim), programs)](
         q,

@@ -1,8 +1,8 @@
 """Flat arrays of a training step in one pass each: the optimizers' rules, and a reduced gradient with its sum of squares.
 
-The torch twins are `ops.optim_reference` and `zero.comm.reduce_into`, whose bits these kernels have: each operation is one IEEE
+The torch twins are `ops.optim_reference` and `zero.comm.reduce_into`. The kernels give the same bits: each operation is one IEEE
 operation there, in the same order (`enable_fp_fusion=False`, roots and quotients correctly rounded). As torch operations they read
-and write some 200 and 50 bytes of memory an element; here AdamW with bf16 weights and gradients takes 28, and a reduction 6 or 8.
+and write some 200 and 50 bytes of memory per element; here AdamW with bf16 weights and gradients takes 28, and a reduction 6 or 8.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from slipstream.ops.optim_reference import FIRST_STEP, FROM_GRAD, UPDATE_FROM_GR
 
 RULES = frozenset({KernelRule.ADAMW, KernelRule.LION, KernelRule.SGD, KernelRule.ADAGRAD})
 _ADAMW, _LION, _SGD = (tl.constexpr(int(rule)) for rule in (KernelRule.ADAMW, KernelRule.LION, KernelRule.SGD))
-_NESTEROV = optim_reference.NESTEROV  # not the name of a constant of the kernel
-_BLOCK = 1024  # elements of a program: eight a thread, 16 bytes of bf16
-_PROGRAMS = 1024  # of a reduction, at most. A constant, because sums must not depend on the device's processor count
+_NESTEROV = optim_reference.NESTEROV  # the kernel has a constant of the original name
+_BLOCK = 1024  # elements per program: eight per thread, 16 bytes of bf16
+_PROGRAMS = 1024  # maximum for a reduction; constant, because sums must not depend on the device's processor count
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def step(
     c: Coefficients,
     flags: int,
 ) -> None:
-    """As `optim_reference.step`, for the rules of RULES, states that are tensors, and rounding to nearest."""
+    """`optim_reference.step` for the rules of RULES, states that are tensors, and rounding to nearest."""
     numel = master.numel()
     with torch.cuda.device_of(master):  # a launch goes to the current device, which need not be the tensors'
         _step[(-(-numel // _BLOCK),)](

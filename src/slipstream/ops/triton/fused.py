@@ -1,8 +1,8 @@
-"""A transformer layer's passes between products, forward and backward: what `csrc/fused.c` computes on CPUs.
+"""A transformer layer's passes between products, forward and backward, as `csrc/fused.c` computes them on CPUs.
 
-`ops.fused` calls `run` with the arrays and numbers of `struct fused`, but that biases and weights of norms have their own dtypes
+`ops.fused` calls `run` with the arrays and numbers of `struct fused`, except that biases and weights of norms have their own dtypes
 and no padding. Rows have `columns` elements without gaps; arithmetic is fp32. Gradients of columns are sums over the rows of a
-program, then over programs, whose number depends on the shape alone: results are the same in each run.
+program, then over programs, whose number depends only on the shape, so results are the same in each run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.ops.triton.tiles import LEAST, kept
 _LAYER = tl.constexpr(1)  # kinds of norms; 0: none, 2: RMSNorm
 _GELU_TANH, _GELU, _SILU = (tl.constexpr(kind) for kind in range(3))
 _BLOCK = 1024  # columns of an activation's program
-_PROGRAMS = 512  # that share the rows of gradients of columns
+_PROGRAMS = 512  # programs that share the rows of column gradients
 
 
 @triton.jit
@@ -121,7 +121,6 @@ def _add_norm_backward(
 
 @triton.jit
 def _activated(x, KIND: tl.constexpr):
-    """The activation and its derivative."""
     if KIND == _GELU:
         share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
         y, slope = x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
@@ -135,7 +134,7 @@ def _activated(x, KIND: tl.constexpr):
         slope = share + y * (1 - share)
     else:
         slope = (x > 0).to(tl.float32)
-        y = tl.where(x < 0, 0.0, x)  # NaN stays
+        y = tl.where(x < 0, 0.0, x)  # keeps NaN
     return y, slope
 
 
@@ -185,7 +184,7 @@ def _rotate(
     x, cosine, sine, out, heads, tokens, stride,
     BACK: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of a token. `stride`: elements from a token of x to the next."""
+    """HEADS heads of a token. `stride`: elements from one token of x to the next."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, BLOCK)[None, :]
     source, target = token * stride + head * DIM, (token * heads + head) * DIM
@@ -249,7 +248,7 @@ def _row_grad(
 
 
 def row_losses(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and loss of each row, fp32 [N]; both NaN, and with them the gradient, where the target is no class.
+    """Log-sum-exp and loss of each row, fp32 [N]; both, and with them the gradient, are NaN if the target is no class.
 
     logits: [N, V]; target: int64 [N].
     """
@@ -298,7 +297,7 @@ _Arrays = Mapping[str, Tensor | None]
 
 
 def _warps(block: int, elements: int) -> int:
-    """With so many elements of a block in each thread, if that is possible."""
+    """The number of warps for `elements` elements of a block per thread, if possible."""
     return min(16, max(1, block // (32 * elements)))
 
 
@@ -400,7 +399,7 @@ _PASSES: tuple[Callable[..., dict[str, Tensor]], ...] = (
 def run(
     which: int, rows: int, x: Tensor, arrays: _Arrays, wanted: Mapping[str, bool], numbers: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """A pass over all rows of arrays on x's device. Returns the gradients of columns that are wanted, fp32 [columns]."""
+    """Run a pass over all rows of arrays on x's device. Returns the wanted gradients of columns, fp32 [columns]."""
     if "seed" in numbers:
         seed = numbers["seed"]
         numbers = {**numbers, "seed": seed - (1 << 32 if seed >> 31 else 0)}  # one type for all seeds

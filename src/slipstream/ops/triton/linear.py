@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.ops.triton.tiles import multiply
 
-FEW = 128  # up to so many rows fit one tile, so that weights are read once
+FEW = 128  # up to this many rows fit one tile, so that weights are read once
 GROUPS = (32, 64, 128)  # supported int4 group sizes, in features
 _COLUMNS = 64  # of a tile for few rows
 _PROGRAMS = 256  # enough to saturate a GPU's memory. A constant, because results must not depend on the device's processor count
@@ -29,7 +29,7 @@ def num_slices(columns: int, features: int) -> int:
 def _decoded(
     weight, scale, low, line, begin, mask, num_features, GROUP: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr
 ):
-    """Features from `begin` on of an int4 matrix's lines, fp32 [COLUMNS, FEATURES]."""
+    """An int4 matrix's features from `begin` on, fp32 [COLUMNS, FEATURES]."""
     byte = begin // 2 + tl.arange(0, FEATURES // 2)
     byte_mask = mask[:, None] & (byte < num_features // 2)[None, :]
     pairs = tl.load(weight + line * (num_features // 2) + byte[None, :], mask=byte_mask, other=0)
@@ -101,7 +101,7 @@ def _linear(
 def linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, low: Tensor | None, bias: Tensor | None, out: Tensor, slices: int
 ) -> None:
-    """Write x [rows, features] @ weight.T to `out`, fp32 [planes, rows, columns], with `slices` planes or one. Of x [rows, heads,
+    """Write x [rows, features] @ weight.T to `out`, fp32 [planes, rows, columns], with `slices` planes or one. For x [rows, heads,
     features], each head is multiplied by its rows of the weight; `out` is [planes, rows, heads, columns of a head].
 
     `weight` [columns, features] is float; int8 with `scale` [columns]; or uint8 with two 4-bit codes per byte and `scale` and `low`

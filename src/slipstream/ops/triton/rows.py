@@ -25,18 +25,18 @@ class Norm(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """Of queries and keys."""
+    """The norms of queries and keys."""
 
     weight: Tensor  # fp32 [heads + kv_heads, dim], of each head
     bias: Tensor | None
     eps: float
     centered: bool
-    whole: bool  # over all heads of q together, and of k; else over each head
+    whole: bool  # over all heads of q together, and all of k; else over each head
 
 
 @triton.jit
 def _moments(x, mask, num_features, eps, CENTERED: tl.constexpr):
-    """What a norm subtracts from x and what it multiplies with; x is 0 beyond the mask."""
+    """The number that a norm subtracts from x, and its factor; x is 0 beyond the mask."""
     mean = tl.full([], 0.0, tl.float32)
     if CENTERED:
         mean = tl.sum(x, 0) / num_features
@@ -105,7 +105,7 @@ def add_norm(
     after: bool = False,
 ) -> Tensor:
     """x += scale * post(planes), or x = post(x + planes) if `after`; then returns norm(x), [rows, features] in `dtype` (None: x). A
-    norm that is None changes nothing; two norms are of one kind.
+    norm that is None changes nothing; two norms are of the same kind.
 
     x: fp32 [rows, features], updated in place."""
     out = None if dtype is None else torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -221,7 +221,7 @@ def place(
 ) -> Tensor:
     """Normalize q and k, rotate them, and write k and v to `slots` of the cache. Returns q [rows, heads, dim].
 
-    `turns`: cosine and sine, fp32 [angles, rotary_dim / 2], of which `angles` selects each row's;
+    `turns`: cosine and sine, fp32 [angles, rotary_dim / 2]; `angles` selects each row's.
     `keys`, `values`: [blocks, block_size, kv_heads, dim]."""
     num_rows, (kv_heads, dim) = planes.shape[1], keys.shape[2:]
     q = torch.empty(num_rows, num_heads, dim, dtype=dtype, device=planes.device)
@@ -272,15 +272,15 @@ def _gate(
     elif ACTIVATION == "gelu":
         x = x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
     else:
-        x = tl.where(x < 0, 0.0, x)  # NaN stays
+        x = tl.where(x < 0, 0.0, x)  # keeps NaN
     if GATED:
         x *= sum_planes(begin + size, mask, plane_stride, PLANES)
     tl.store(out + row * size + i, x, mask=mask)
 
 
 def gate(planes: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = True) -> Tensor:
-    """activation(first half of each row) * second half: [rows, size] of `dtype`. planes: [planes, rows, 2 * size]; of a plain MLP
-    [planes, rows, size], and activation(row)."""
+    """activation(first half of each row) * second half: [rows, size] in `dtype`. planes: [planes, rows, 2 * size]. For a plain MLP:
+    activation(row) of planes [planes, rows, size]."""
     assert activation in ("silu", "gelu_tanh", "gelu", "relu"), activation
     num_rows, size = planes.shape[1], planes.shape[2] // (1 + gated)
     out = torch.empty(num_rows, size, dtype=dtype, device=planes.device)

@@ -1,12 +1,12 @@
-"""Block-sparse attention, forward and backward: what `csrc/sparse.c` computes on CPUs. `ops.block_sparse` calls it.
+"""Block-sparse attention, forward and backward, as `csrc/sparse.c` computes it on CPUs. `ops.block_sparse` calls it.
 
-A program of `_forward` and `_query_grads` has ROWS neighboring queries of a head, and walks the keys that its tile of the layout
-lists in panels of 16, KEYS at a time, whatever the size of a block; one of `_key_grads` has ROWS keys, and walks the queries of all
-heads of its group. So every element has one writer, and results are the same in each run. Products are of the inputs' dtype (fp32
-by three products of TF32), sums fp32; the backward computes probabilities again from one log-sum-exp per query (Dao et al., arXiv
-2205.14135).
+A program of `_forward` and `_query_grads` handles ROWS neighboring queries of a head, and walks the keys that its tile of the
+layout lists in panels of 16, KEYS at a time, whatever the block size. A program of `_key_grads` handles ROWS keys, and walks the
+queries of all heads of its group. So every element has one writer, and results are the same in each run. Products are in the
+inputs' dtype (fp32 by three products of TF32), sums in fp32; the backward recomputes probabilities from one log-sum-exp per query
+(Dao et al., arXiv 2205.14135).
 
-Heads come as (array, stride of the batch, of heads, of rows), what is added to scores as (bias, its strides of the batch and of
+Heads are passed as (array, stride of the batch, of heads, of rows), terms added to scores as (bias, its strides of the batch and of
 heads, key_bias, spans), where arrays may be None. A score of -1e30 or less counts as masked, as on CPUs.
 Suffixes: Q queries, K keys, D features of a head.
 """
@@ -23,16 +23,16 @@ from torch import Tensor
 from slipstream.ops.triton.tiles import INTERPRETED, LEAST, kept, multiply
 
 _PANEL = tl.constexpr(16)
-_BYTES = 128  # of a head's features: 64 of bf16. Wider heads get less at once: few registers spill, and shared memory suffices
+_BYTES = 128  # of a head's features: 64 in bf16. Wider heads are processed in parts: few registers spill, shared memory suffices
 
 
 class Scores(NamedTuple):
-    """How scores are made of products. Arrays are those of `block_sparse_attention`, on the device."""
+    """How scores are computed from products. Arrays are those of `block_sparse_attention`, on the device."""
 
     bias: Tensor | None  # fp32 [B or 1, H, L, L]
     key_bias: Tensor | None  # fp32 [B, L]
     spans: Tensor | None  # int32 [B, L, 2]
-    tiles: Tensor  # int32 [2 * layouts * tiles, 4], `BlockLayout.on`: of queries, then of keys
+    tiles: Tensor  # int32 [2 * layouts * tiles, 4] from `BlockLayout.on`: of queries, then of keys
     panels: Tensor  # int32
     num_layouts: int
     scale: float
@@ -43,7 +43,7 @@ class Scores(NamedTuple):
 
 @triton.jit
 def _product(left, right, total):
-    """total + left @ right. "ieee" is no product of tensor cores: its kernels spill thousands of registers."""
+    """total + left @ right. "ieee" does not use tensor cores: its kernels spill thousands of registers."""
     if INTERPRETED:  # noqa: SIM108  (a compiled kernel has one of them)
         total = multiply(left, right, total)
     else:
@@ -53,13 +53,13 @@ def _product(left, right, total):
 
 @triton.jit
 def _rows_of(x, batch, head, row, d):
-    """Pointers [rows, features]."""
+    """Pointers to a head's rows, [rows, features]."""
     return x[0] + batch.to(tl.int64) * x[1] + head.to(tl.int64) * x[2] + row.to(tl.int64)[:, None] * x[3] + d[None, :]
 
 
 @triton.jit
 def _tile_of(tiles, head, start, num_tiles, PER_HEAD: tl.constexpr, TILE: tl.constexpr):
-    """Begin and end in `panels` of what the rows from `start` on attend to."""
+    """Begin and end, in `panels`, of what the rows from `start` on attend to."""
     tile = start // TILE
     if PER_HEAD:
         tile += head * num_tiles
@@ -68,7 +68,7 @@ def _tile_of(tiles, head, start, num_tiles, PER_HEAD: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def _listed(panels, begin, end, at, STEP: tl.constexpr):
-    """Places of tokens `at` to `at` + STEP of a tile's list, 0 past its end; and which of them are there."""
+    """The positions of tokens `at` to `at` + STEP in a tile's list, 0 past its end; and a mask of the valid ones."""
     i = at + tl.arange(0, STEP)
     inside = i < (end - begin) * _PANEL
     panel = tl.load(panels + begin + i // _PANEL, mask=inside, other=0)
@@ -77,7 +77,7 @@ def _listed(panels, begin, end, at, STEP: tl.constexpr):
 
 @triton.jit
 def _scored(score, added, batch, head, query, key, inside, length, CAUSAL: tl.constexpr):
-    """With biases, and -inf where a query does not see a key. query, key, inside: broadcast to the scores."""
+    """The scores with biases, and -inf where a query does not see a key. query, key, inside: broadcast to the scores."""
     if added[0] is not None:
         start = batch.to(tl.int64) * added[1] + head.to(tl.int64) * added[2]
         score += tl.load(added[0] + start + query.to(tl.int64) * length + key)
@@ -175,7 +175,7 @@ def _key_grads(
     GROUP: tl.constexpr, PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS keys, and KEYS queries at a time: the other kernels' scores, transposed."""
+    """Handles ROWS keys, with KEYS queries at a time: the other kernels' scores, transposed."""
     start, kv_head, batch = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     key, d = start + tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
     d_mask = (d < DIM)[None, :]
@@ -214,7 +214,7 @@ def _heads(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def _options(q: Tensor, k: Tensor, s: Scores, *, backward: bool) -> dict[str, int | bool]:
-    """The constants of a launch, as compiled for Hopper: the spilled registers decide."""
+    """A launch's constants, as compiled for Hopper; chosen by the number of spilled registers."""
     block_dim, tiles = max(16, triton.next_power_of_2(q.shape[3])), len(s.tiles) // (2 * s.num_layouts)
     tile, wide = q.shape[2] // tiles, block_dim * q.itemsize // _BYTES
     rows = min(tile, 64 if wide <= 2 or q.itemsize == 2 else 128 // wide)
@@ -239,7 +239,7 @@ def _batch_stride(x: Tensor | None) -> int:
 
 
 def _arguments(length: int, s: Scores, tiles: Tensor) -> tuple[Any, ...]:
-    """From `added` to `scale`."""
+    """The arguments from `added` to `scale`."""
     added = (s.bias, _batch_stride(s.bias), 0 if s.bias is None else s.bias.stride(1), s.key_bias, s.spans)
     return added, tiles, s.panels, length, s.seed, s.least, s.scale
 
@@ -260,7 +260,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, s: Scores) -> tuple[Tensor, Tensor]
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Scores, bias_grad: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. bias_grad: fp32 [B or 1, H, L, L], to which that of the bias is added."""
+    """Gradients of q, k and v. bias_grad: fp32 [B or 1, H, L, L], to which the bias's gradient is added."""
     dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
     batch, heads, length, _ = q.shape
     options = _options(q, k, s, backward=True)

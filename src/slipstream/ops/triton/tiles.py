@@ -1,7 +1,7 @@
-"""Functions that the kernels share: the product of two tiles, sums of planes, dropout, and ranges of positions.
+"""Functions shared by the kernels: the product of two tiles, sums of planes, dropout, and ranges of positions.
 
 Ranges: range r contains the positions from `range_start(r)` to `range_start(r + 1)`. The first 16 contain FINEST positions each;
-then every doubling of the position has 8 ranges, so that a long context has few (64 for 131,072 positions) and a short one enough
+after that, every doubling of the position has 8 ranges. So a long context has few (64 for 131,072 positions) and a short one enough
 to occupy the GPU. The numbering is that of floats with a 3-bit mantissa.
 """
 
@@ -35,7 +35,7 @@ def sum_planes(at, mask, plane_stride, PLANES: tl.constexpr):
 
 @triton.jit
 def kept(seed, row, column, least):
-    """What dropout multiplies with: 0, or 1 / (1 - p), p = least / 65536. `ops.fused.kept` and csrc/vec_drop.h have the same bits.
+    """The dropout factor: 0, or 1 / (1 - p), p = least / 65536. `ops.fused.kept` and csrc/vec_drop.h give the same bits.
 
     seed: int32, by its bits; row, column: integers, broadcast to the result."""
     row, column = row.to(tl.uint32), column.to(tl.uint32)
