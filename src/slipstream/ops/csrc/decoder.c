@@ -14,21 +14,21 @@
 #include <string.h>
 
 #define SPINS 4000 /* about 50 us, then yield */
-#define SLEEP_NS 50000000 /* then look whether a process is lost */
+#define SLEEP_NS 50000000 /* the longest sleep before it checks whether a process is lost */
 
 void slipstream_store_release_and_wake(_Atomic uint32_t *at, uint32_t value); /* words.c */
 int slipstream_wait_at_least(_Atomic uint32_t *at, uint32_t value, int64_t spin_ns, int64_t timeout_ns);
 
-/* OpenMP, as torch's library has it. */
+/* Functions of the OpenMP library that torch uses. */
 struct openmp {
     void (*parallel)(void (*)(void *), void *, unsigned threads, unsigned flags); /* GOMP_parallel */
-    int (*thread)(void), (*threads)(void);                                        /* of the region that the caller is in */
+    int (*thread)(void), (*threads)(void); /* omp_get_thread_num, omp_get_num_threads */
 };
 
 struct team {
     int size, stop;
-    struct openmp openmp; /* whose threads run the tasks, if it gives as many; else there are own ones */
-    atomic_int lacks;     /* whether it has given fewer */
+    struct openmp openmp; /* its threads run the tasks if it gives enough of them; else the team has its own */
+    atomic_int lacks;     /* OpenMP has given fewer threads than asked */
     pthread_t threads[MAX_THREADS];
     float *scratch[MAX_THREADS];
     size_t scratch_bytes;
@@ -36,17 +36,17 @@ struct team {
     pthread_cond_t posted;
     uint64_t posts; /* counts tasks; guarded by mutex */
     void (*task)(struct team *, int thread);
-    const struct decoder *model; /* of a forward */
+    const struct decoder *model; /* the arguments of a forward */
     const struct batch *batch;
-    const struct linear *linear; /* of a product on its own */
-    const struct sampling *rows; /* of a choice of tokens */
-    struct steps *steps; /* of several forwards */
+    const struct linear *linear; /* those of a product on its own */
+    const struct sampling *rows; /* those of a choice of tokens */
+    struct steps *steps; /* those of several forwards */
     int64_t num_rows, vocab_size, *tokens;
     const struct decoder_isa *isa;
-    float *sums; /* [slots][sums_size] of ranges of positions */
-    atomic_int *ended; /* [slots] how many items of a tile, in one of its slots; 0 between layers */
+    float *sums; /* [slots][sums_size] attention's sums of ranges of positions */
+    atomic_int *ended; /* [slots] how many items of a tile have ended, kept in one of its slots; 0 between layers */
     int64_t sums_size, num_slots, num_sums;
-    char *inputs; /* of a product on its own */
+    char *inputs; /* scratch of a product on its own */
     size_t input_bytes;
     int num_stages;
     int more; /* whether another step follows */
@@ -117,8 +117,8 @@ int team_ends(struct team *team, int64_t slot, int64_t items)
     return 1;
 }
 
-/* Arrivals are released and acquired, so that all of a process's writes before a meeting are visible after it. Who sleeps counts
- * itself first, and who arrives looks at the count afterwards: one of both sees the other. */
+/* Arrivals are released and acquired, so that all of a process's writes before a barrier are visible after it. A process adds itself to
+ * the sleepers before it sleeps, and reads that count after it announces its arrival, so no process sleeps through the last arrival. */
 void ranks_meet(struct ranks *ranks, struct ahead *ahead)
 {
     _Atomic uint32_t *const words = (_Atomic uint32_t *)ranks->arrived, *const sleepers = words + ranks->size * 16;
@@ -162,7 +162,7 @@ static void reset(struct team *team)
         atomic_store_explicit(&team->next[i], 0, memory_order_relaxed);
 }
 
-/* Make the drawn tokens the rows of the next step; returns whether there is one. By one thread, while the others wait. */
+/* Make the drawn tokens the rows of the next step; returns whether there is one. One thread calls it, while the others wait. */
 static int advance(struct team *team, struct steps *steps)
 {
     const int num = team->batch->num_rows;
@@ -182,7 +182,7 @@ static int advance(struct team *team, struct steps *steps)
     return more;
 }
 
-/* The threads stay together from step to step: to wake one costs more than to draw a token. */
+/* The threads keep running from step to step: waking them costs more than drawing a token. */
 static void run_steps(struct team *team, int thread)
 {
     struct steps *const steps = team->steps;
@@ -262,14 +262,14 @@ SLIPSTREAM_API struct team *slipstream_team_new(int size)
     return team;
 }
 
-/* Run tasks on OpenMP's threads, which wait for torch's next operation: own ones would share their cores with them. */
+/* Run tasks on OpenMP's threads, which wait for torch's next operation: the team's own would compete with them for the cores. */
 SLIPSTREAM_API void slipstream_team_join(struct team *team, void (*parallel)(void (*)(void *), void *, unsigned, unsigned),
                                          int (*thread)(void), int (*threads)(void))
 {
     team->openmp = (struct openmp){parallel, thread, threads};
 }
 
-/* Scratch memory of each thread, and counters of `stages`. */
+/* Allocate each thread's scratch memory and the counters of `stages`. */
 static int prepare(struct team *team, int64_t scratch_bytes, int stages)
 {
     const size_t bytes = (size_t)scratch_bytes;
@@ -295,7 +295,7 @@ static int prepare(struct team *team, int64_t scratch_bytes, int stages)
     return 0;
 }
 
-/* Memory for the sums of the ranges that are items in one layer. */
+/* Allocate the sums of the ranges that are items, for the layer that has the most. */
 static int prepare_sums(struct team *team, const struct decoder *model, const struct batch *batch)
 {
     int64_t slots = 0;
@@ -328,8 +328,8 @@ static int prepare_sums(struct team *team, const struct decoder *model, const st
     return 0;
 }
 
-/* For products a block of widened panels and the sums of a part's rows; for attention a tile of queries and its sums, 18 numbers for
- * each feature of a head and 384 more, which is less. */
+/* Bytes of scratch memory. For products, a block of panels in fp32 and the sums of a part's rows; attention needs less: a tile of
+ * queries and its sums, 18 numbers for each feature of a head and 384 more. */
 static int64_t scratch_to_multiply(int64_t head_dim)
 {
     return (head_dim > DEPTH + PART_ROWS ? head_dim : DEPTH + PART_ROWS) * 4 * PANEL * (int64_t)sizeof(float);
@@ -384,8 +384,8 @@ SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct de
     return model->ranks && __atomic_load_n(&model->ranks->lost, __ATOMIC_RELAXED) ? -2 : 0;
 }
 
-/* Run up to steps->num_steps forwards, and draw their tokens: `done` tells how many. In one process, of all layers. Returns -1 if memory
- * is short. One call at a time per team. */
+/* Run up to steps->num_steps forwards of all layers, in one process, and draw their tokens; steps->done is the number of forwards.
+ * Returns -1 if memory is short. One call at a time per team. */
 SLIPSTREAM_API int slipstream_decoder_steps(struct team *team, const struct decoder *model, const struct batch *batch, struct steps *steps)
 {
     const int64_t forward = scratch_to_multiply(model->head_dim), choice = scratch_to_choose(model->vocab_size);
@@ -427,7 +427,7 @@ SLIPSTREAM_API int slipstream_linear(struct team *team, const struct matrix *w, 
     }
     if (!team->inputs || prepare(team, scratch_to_multiply(0), (int)((num_rows + LINEAR_ROWS - 1) / LINEAR_ROWS)))
         return -1;
-    char *const in = team->inputs; /* 32 bytes or a multiple for each group and part: all parts are aligned */
+    char *const in = team->inputs; /* each group takes a multiple of 32 bytes in each part, so all parts are aligned */
     biased.bias = bias;
     const struct linear of = {&biased, x, y, num_rows, num_features,
                               {.inputs = {.codes = (int8_t *)in, .halves = (uint16_t *)(in + numbers),
@@ -437,7 +437,7 @@ SLIPSTREAM_API int slipstream_linear(struct team *team, const struct matrix *w, 
     return 0;
 }
 
-/* Sample a token from each row; -1 where that is impossible. Returns -1 if memory is short. One call at a time per team. */
+/* Sample a token from each row; -1: its logits allow none. Returns -1 if memory is short. One call at a time per team. */
 SLIPSTREAM_API int slipstream_choose(struct team *team, const struct sampling *rows, int64_t num_rows, int64_t vocab_size, int64_t *tokens)
 {
     if (prepare(team, scratch_to_choose(vocab_size), 1))

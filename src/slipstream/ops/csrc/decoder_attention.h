@@ -97,7 +97,7 @@ INLINE int64_t block_of(const struct batch *batch, int sequence, int64_t positio
     return batch->tables[batch->table_at[sequence] + position / PANEL];
 }
 
-/* Normalize and rotate a head of queries or keys, in place: the one with this number, by the angles of a row of the tables. */
+/* Normalize and rotate one head of queries or keys in place. number: the head's; angle: a row of cosine and sine. */
 TARGET static void turn(const struct decoder *model, const struct layer *layer, float *head, const struct norm *norms, int64_t number,
                         int64_t angle)
 {
@@ -138,15 +138,15 @@ TARGET static void place_key(const struct decoder *model, const struct layer *la
 struct queries {
     int count, sequence;
     int64_t kv_head;
-    float *q; /* [count][head_dim]; [Note: Pairs] has bf16 in the first half of each */
+    float *q; /* [count][head_dim]; with [Note: Pairs], bf16 in the first half of each row */
     float *to[ROWS];
     int64_t first[ROWS], last[ROWS]; /* visible positions, both inclusive */
-    int64_t own[ROWS];               /* its position */
+    int64_t own[ROWS];               /* the query's position */
     float slope[ROWS];
-    int64_t from, until; /* the positions that any of them sees */
+    int64_t from, until; /* the positions that at least one query sees */
 };
 
-/* What queries see of a range of positions, and the blocks that hold it. */
+/* The positions of a range that queries see, and the blocks that hold them. */
 struct segment {
     int64_t from, until, blocks;
     int64_t at[2 * RANGE / PANEL]; /* bytes from layer->keys, or layer->values, to these blocks and those of the next range */
@@ -166,12 +166,12 @@ INLINE struct segment segment_of(const struct decoder *model, const struct batch
     return segment;
 }
 
-/* Into the second level: lines on their way to the first are few, so they would be waited for. */
+/* Prefetch into the L2 cache: few lines can be on their way to L1 at once, so further ones would stall. */
 INLINE void fetch_further(const char *p) { __builtin_prefetch(p, 0, 2); }
 
-/* [Note: Pairs] A bf16 cache has numbers in pairs: of a key's features, of two positions' values. Where the instruction set has dot
- * products of bf16, a pair is one term of a sum, queries and weights are rounded to bf16, and the sum of weights is that of the rounded
- * ones. Elsewhere the two are multiplied in fp32, one after the other. */
+/* [Note: Pairs] A bf16 cache stores numbers in pairs: two features of a key, or one feature of two positions' values. Where the
+ * instruction set has dot products of bf16, a pair is one term of a sum; queries and weights are rounded to bf16, and the rounded weights
+ * are summed. Elsewhere the two are multiplied in fp32, one after the other. */
 INLINE int in_pairs(const int type) { return DOTS_BF16 && type == WEIGHT_BF16; }
 
 /* The numbers of the cache that share a lane of a line. */
@@ -237,7 +237,8 @@ INLINE void hide(float *scores, int64_t from, int64_t until, int64_t size, float
         scores[at] = value;
 }
 
-/* A query's scores -> weights, in place: 0 where it sees nothing; `narrow`: bf16, in the first half. `sums`: from the weights' on. */
+/* A query's scores -> weights, in place: 0 at positions it does not see; `narrow`: as bf16, in the first half. Writes the sum of the
+ * weights and the largest score to `sums` (see SUMS). */
 TARGET static void weigh(const struct queries *queries, int query, const struct segment *segment, float *scores, int narrow, float *sums)
 {
     const int64_t size = segment->blocks * PANEL;
@@ -259,7 +260,7 @@ TARGET static void weigh(const struct queries *queries, int query, const struct 
     store_f32(sums + PANEL, most, 0);
 }
 
-/* Values that a query does not see are no terms of its sums: 0 times NaN would be NaN. */
+/* Values that a query does not see are left out, rather than multiplied by 0: 0 times NaN would be NaN. */
 INLINE int sees(const struct queries *queries, int query, int64_t position)
 {
     return position >= queries->first[query] && position <= queries->last[query];
@@ -301,7 +302,7 @@ INLINE void mix_block(const int count, const int num, const int type, const int 
     }
 }
 
-/* `num` vectors of weighted values, from feature d on, of every query. Fetches the keys of the next range. */
+/* Sum `num` vectors of weighted values, from feature d on, for every query. Prefetches the keys of the next range. */
 INLINE void mix(const int count, const int num, const int type, const struct decoder *model, const struct layer *layer,
                 const struct queries *queries, const struct segment *segment, int64_t d, const float *weights, float *to)
 {
@@ -318,7 +319,7 @@ INLINE void mix(const int count, const int num, const int type, const struct dec
     for (int64_t block = 0; block < segment->blocks; ++block, weights += in_pairs(type) ? PANEL / 2 : PANEL) {
         const int64_t position = segment->from + block * PANEL, left = segment->until - position, seen = left < PANEL ? left : PANEL;
         const char *const at = values + segment->at[block], *const next = keys + segment->at[segment->blocks + block];
-        const int64_t below = high - position < seen ? high - position : seen; /* with whole lines: */
+        const int64_t below = high - position < seen ? high - position : seen;
         const int64_t whole = position < low || below < 0 ? 0 : below - below % per_lane(type);
         mix_block(count, num, type, 1, queries, position, 0, whole, at, next, width, weights, sums);
         mix_block(count, num, type, 0, queries, position, whole, seen, at, next, width, weights, sums);
@@ -331,7 +332,7 @@ INLINE void mix(const int count, const int num, const int type, const struct dec
 INLINE void sum_range_of(const int count, const int type, const struct decoder *model, const struct layer *layer, const struct batch *batch,
                          const struct queries *queries, int64_t range, float *to)
 {
-    const int num = WIDE == 4 || count == 1 ? 4 : count == 2 ? 2 : 1; /* whose sums fit the registers */
+    const int num = WIDE == 4 || count == 1 ? 4 : count == 2 ? 2 : 1; /* vectors whose sums fit the registers */
     const struct segment segment = segment_of(model, batch, queries, range);
     const int64_t dim = model->head_dim;
     float weights[ROWS][RANGE];
@@ -360,7 +361,7 @@ TARGET static void sum_range(const struct decoder *model, const struct layer *la
         FOR_ROWS(SUM_RANGE, queries->count, WEIGHT_F32)
 }
 
-/* to += the sums over the range that follows. */
+/* to += the sums over the next range. */
 TARGET static void add_sums(float *to, const float *sums, int count, int64_t dim)
 {
     for (int i = 0; i < count; ++i, to += SUMS(dim), sums += SUMS(dim)) {
@@ -373,7 +374,7 @@ TARGET static void add_sums(float *to, const float *sums, int count, int64_t dim
     }
 }
 
-/* If every sequence has one row, which fits one tile, no other tile needs its key: the item with its range writes it to the cache. */
+/* Whether the item that reads a row's range writes its key to the cache: if every sequence has one row, no other tile needs that key. */
 INLINE int placed_when_attended(const struct decoder *model, const struct batch *batch)
 {
     return batch->num_rows == batch->num_sequences && model->num_heads / model->num_kv_heads <= ROWS;
@@ -417,7 +418,7 @@ TARGET static void attention(const struct decoder *model, const struct layer *la
     const int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads;
     const int64_t most = most_together(model, layer, batch, team_size(worker->team));
     float *const sums = worker->scratch, *const one = sums + ROWS * SUMS(dim), *const q = one + ROWS * SUMS(dim);
-    int64_t total = 0, before = 0, slots = 0; /* items, and of those that are ranges, before `sequence` */
+    int64_t total = 0, before = 0, slots = 0; /* all items; those of the sequences before `sequence`; those of these that are ranges */
     int sequence = 0;
     for (int each = 0; each < batch->num_sequences; ++each)
         total += items_of(model, layer, batch, each, most);

@@ -1,4 +1,4 @@
-/* A token's row of the embedding, which is a matrix of numbers or the columns of a quantized one, maybe those of the head. */
+/* A token's row of the embedding: a row of a matrix of numbers, or a column of a quantized one, which may be the head's. */
 #ifndef SLIPSTREAM_DECODER_EMBED_H
 #define SLIPSTREAM_DECODER_EMBED_H
 

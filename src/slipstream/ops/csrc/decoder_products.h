@@ -29,8 +29,7 @@ INLINE int64_t panel_bytes(const struct matrix *w)
 
 INLINE const char *panel_of(const struct matrix *w, int64_t panel) { return (const char *)w->data + panel * panel_bytes(w); }
 
-/* Threads take strips of columns: of four panels, because four streams read memory fastest; with many rows of as many as a tile
- * has. */
+/* Panels of a strip, a thread's unit of work: four, because four streams read memory fastest; with many rows as many as a tile has. */
 INLINE int strip_panels(int64_t rows) { return rows > ROWS ? WIDE : 4; }
 
 INLINE int64_t num_strips(const struct matrix *w, int64_t rows)
@@ -57,8 +56,8 @@ struct rows {
 struct panels {
     const char *first;
     int64_t gap, num_features;
-    int in_block, goes_on; /* these features are for many rows; the sums go on with those in `out` */
-    const char *next;      /* of a block: memory to prefetch meanwhile, next_step bytes per feature, or NULL */
+    int in_block, goes_on; /* in_block: this is a block for many rows; goes_on: the sums start from those in `out` */
+    const char *next;      /* of a block: memory to prefetch during it, next_step bytes per feature, or NULL */
     int64_t next_gap, next_step;
 };
 
@@ -194,7 +193,7 @@ TARGET static void multiply_numbers(int type, int rows, int panels, struct panel
 #endif
 }
 
-/* Convert features of a panel of 16-bit numbers from p on to fp32 once, into `to` [k][PANEL], for many rows. */
+/* Convert a panel's 16-bit numbers from p on to fp32, into `to` [k][PANEL]: once for many rows. */
 TARGET static void widen(int type, const char *p, int64_t num_features, float *to)
 {
     for (int64_t k = 0; k < num_features && type == WEIGHT_F16; ++k)
@@ -216,9 +215,9 @@ TARGET static void widen(int type, const char *p, int64_t num_features, float *t
 struct coded {
     int8_t *codes;
     uint16_t *halves;
-    float *scales, *sums; /* per group */
+    float *scales, *sums; /* per group: the scale, and the sum of its codes times the scale */
     int32_t *starts;        /* per half of a group: -32 times the sum of its codes */
-    int64_t stride, groups; /* of codes and halves; half that of scales and sums, and of starts */
+    int64_t stride, groups; /* from row to row: `stride` codes or halves, 2 * groups of the others */
 };
 
 /* The type of x that a matrix needs in addition to fp32. */
@@ -239,8 +238,8 @@ INLINE struct coded coded_at(const struct inputs *in, int64_t row, int64_t size)
                           in->scales + row * 2 * groups + groups, in->starts + row * 2 * groups, groups * CODES, groups};
 }
 
-/* Where this process puts its columns of rows that all processes share, [num_rows][size]: in their places, or if it converts them to
- * the input type of `w` itself, in a block of its own, which one stream reads. */
+/* Where this process writes its columns of rows that all processes share, [num_rows][size]: to their places; or, with own_codes, to a
+ * contiguous block, from which it converts them to the input type of `w`. */
 struct part {
     float *first;
     int64_t stride;
@@ -286,13 +285,13 @@ TARGET static void code_row(const float *x, int64_t size, int wanted, const stru
     }
 }
 
-/* A form of codes: the features that share a scale, and the bytes of their codes in a panel. */
+/* For each type of codes: the features that share a scale, and the bytes of their codes in a panel. */
 #define FEATURES(type) ((type) == WEIGHT_K6 ? 16 : CODES)
 #define GROUP_BYTES(type)                                                                                               \
     ((type) == WEIGHT_K6 ? 192 : (type) == WEIGHT_K5 ? 320 : (type) == WEIGHT_INT4 || (type) == WEIGHT_K4 ? 256 : 512)
 #define IS_K(type) ((type) >= WEIGHT_K4)
 
-/* The memory of scales and offsets of a panel's group g. */
+/* Where the scales and offsets of a panel's group g are. */
 struct group_scales {
     const char *scale, *low;
 };
@@ -316,7 +315,7 @@ void slipstream_codes_by_avx2(const struct matrix *w, int64_t panel, int panels,
 #if CODES_BY_AVX2
 #define multiply_codes slipstream_codes_by_avx2
 #else
-/* The `n`-th word of the codes of a group of a k-quant, whose words are at p. */
+/* Word n of the codes of a k-quant's group, which is at p: [Note: K-quants]. */
 INLINE code_bytes code_word(const int type, const char *p, const int n)
 {
     const int bits = type == WEIGHT_K5 ? 5 : 6;
@@ -329,7 +328,7 @@ INLINE code_bytes code_word(const int type, const char *p, const int n)
     return either(masked_at(p + (n - 5) * 128, 5, 7), masked_at(p + (n - 5) * 128 + 64, 2, 24));
 }
 
-/* sums[i][j] += the products of a group's codes: those of x[i], of which the first row is at `codes`, and of panel j at p. */
+/* sums[i][j] += the products of a group's codes: row i of `codes` times panel j of `p`. */
 INLINE void add_group(const int type, const int rows, const int num, const char *p, int64_t gap, int64_t ahead, const int8_t *codes,
                       int64_t stride, ivec *sums)
 {
@@ -461,7 +460,7 @@ TARGET void slipstream_codes_by_avx2(const struct matrix *w, int64_t panel, int 
  * with adapters before it, and add_low_rank adds B times that to a tile's sums. Each row's terms are added in one order, so its
  * bits do not depend on the adapters of other rows. Adjacent rows of one adapter share its panels. */
 
-/* A product's terms of the adapters: of its layer and place, for gate and up of both. */
+/* The adapters' terms of a product: those of its layer and place; for LOW_GATE also those of LOW_UP. */
 struct low_terms {
     const struct batch *batch; /* NULL: no row has an adapter */
     int at;                    /* layer * LOW_PLACES + enum low_place */
@@ -472,7 +471,7 @@ INLINE struct low_terms low_of(const struct batch *batch, int layer, enum low_pl
     return (struct low_terms){batch->adapters ? batch : 0, layer * LOW_PLACES + place};
 }
 
-/* The type of x that their A need in addition to fp32. */
+/* The type of x that the matrices A of adapters need in addition to fp32. */
 INLINE int low_wants(const struct batch *batch) { return DOTS_BF16 && batch->adapters ? WANTS_HALVES : 0; }
 
 INLINE struct panels panels_of(const struct matrix *w, int64_t panel)
@@ -592,8 +591,8 @@ TARGET static void finish_tile(const struct product *job, int64_t panel, int pan
         }
 }
 
-/* A strip of one product, some of its rows. With many rows, numbers are multiplied in blocks of DEPTH features, which stay in the first
- * level of the cache, in fp32, while all rows read them; sums wait in `scratch`. */
+/* A strip of one product, some of its rows. With many rows, numbers are multiplied in blocks of DEPTH features, which stay in the L1
+ * cache, in fp32, while all rows read them; sums wait in `scratch`. */
 TARGET static void strip(const struct product *job, int64_t panel, int from, int until, float *scratch)
 {
     const struct matrix *w = job->w;

@@ -31,12 +31,12 @@ struct disk_part {
 struct disk_batch {
     uint32_t done; /* a word for slipstream_wait_at_least */
     int32_t error; /* of the first block that failed: an errno, or SHORT; 0 if none did */
-    int64_t offset, asked, moved; /* of that block; `asked` is its size */
+    int64_t offset, asked, moved; /* that block's offset, its size, and how much of it was transferred */
     const struct disk_part *parts;
     int64_t num_parts;
     int32_t write;
     /* the thread's own fields follow */
-    int32_t taken; /* all of its blocks have left the queue */
+    int32_t taken; /* all blocks of the batch have left the queue */
     int64_t part, part_taken; /* the next block starts at byte part_taken of this part */
     int64_t in_flight;
     struct disk_batch *next;
@@ -80,7 +80,7 @@ struct disk {
     int64_t block, in_flight[2];
     struct slot *slots; /* 2 * depth */
 
-    char *rings; /* one mapping of both */
+    char *rings; /* one mapping of the submission and the completion queue */
     size_t rings_nbytes, entries_nbytes;
     struct io_uring_sqe *entries;
     unsigned *sq_tail, *sq_array, sq_mask, unsubmitted;
@@ -144,7 +144,7 @@ static int take_block(struct disk *d, int write, struct slot *s)
         d->first[write] = b->next;
         b->taken = 1;
         if (!b->in_flight)
-            slipstream_store_release_and_wake(&b->done, 1); /* the caller owns b again: do not touch it */
+            slipstream_store_release_and_wake(&b->done, 1); /* from here on the caller owns b: do not touch it */
     }
     return 0;
 }

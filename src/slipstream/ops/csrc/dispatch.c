@@ -1,6 +1,6 @@
 /* The C ABI of the kernels, and the choice of instruction set.
  *
- * It is the best of the processor's (processor.c), unless build.py chooses another. Callers split arrays over threads: flat ones at
+ * The set is the processor's best (processor.c), unless build.py chooses another. Callers split arrays over threads: flat ones at
  * multiples of BLOCK elements, others by rows, groups or items.
  */
 #include "fused.h"
@@ -224,7 +224,7 @@ SLIPSTREAM_API int slipstream_sparse(int backward, const struct sparse *s, int64
     return (backward ? IN_USE(sparse)->backward : IN_USE(sparse)->forward)(s, begin, end);
 }
 
-/* Each of the caller's threads calls this with the same arrays, and takes items until there are none. Callers ask for AVX2 before. */
+/* Each of the caller's threads calls this with the same arrays, and takes items until none are left. Requires AVX2: callers check. */
 SLIPSTREAM_API void slipstream_grouped(void *call)
 {
     const struct grouped_isa *const tables[] = {0, &grouped_avx2, &grouped_avx512, &grouped_avx512, &grouped_avx512bf16};

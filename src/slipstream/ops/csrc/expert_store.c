@@ -6,8 +6,8 @@
 #include <errno.h>
 #include <unistd.h>
 
-/* Give every expert with rows a slot: its own, or the one that was used least recently. The other threads wait. There are at least as
- * many slots as a layer has experts, so one that this layer does not use is always found. */
+/* Assign a slot to every expert with rows: the one it is in, or else the least recently used. The other threads wait. There are at least
+ * as many slots as a layer has experts, so a slot that this layer does not use is always found. */
 void store_claim(const struct experts *experts, const struct routing *routing)
 {
     struct expert_store *store = experts->store;

@@ -71,8 +71,8 @@ TARGET static void shrink(const struct product *jobs, int num_jobs, struct worke
     meet(worker);
 }
 
-/* A barrier of the threads of all processes; after it, every process has all rows of the lists. Between hosts, rows are added: what a
- * process does not compute is 0 there. */
+/* A barrier of the threads of all processes; after it, every process has all rows. Between hosts, the processes' rows are added, so each
+ * must hold 0 where another process computes. */
 TARGET static void meet_ranks(struct ranks *ranks, float *rows, int64_t count, struct worker *worker)
 {
     if (worker->thread == 0 && ranks->arrived)
@@ -97,8 +97,8 @@ TARGET static void code_columns(const struct batch *batch, const struct matrix *
     }
 }
 
-/* A barrier, after which every process has whole rows of what they share: [rows][size], of which this process has computed `columns`
- * from `first` on. */
+/* A barrier, after which every process has whole rows of the shared `rows`, [num_rows][size], of which this process has computed
+ * `columns` from `first` on. */
 TARGET static void complete(const struct decoder *model, const struct batch *batch, float *rows, int64_t num_rows, int64_t size, int64_t first,
                           int64_t columns, struct worker *worker)
 {
@@ -113,7 +113,7 @@ TARGET static void complete(const struct decoder *model, const struct batch *bat
         meet_ranks(model->ranks, rows, num_rows * size, worker);
 }
 
-/* The same, of the inputs of `w`: they have its input type then, if each process converts its own. */
+/* The same for the inputs of `w`; with own_codes, each process first converts its own columns to the input type of `w`. */
 TARGET static void complete_inputs(const struct decoder *model, const struct batch *batch, const struct matrix *w, float *rows, int64_t size,
                                    int64_t first, int64_t columns, struct worker *worker)
 {
@@ -274,8 +274,8 @@ TARGET static void make_lists(const struct experts *experts, const struct routin
     }
 }
 
-/* One product for each list: x and y have a row per place. Inputs are quantized first if the matrices are; `inner`: they are an
- * expert's inner features, which may be fewer than x's stride. */
+/* One product for each list: x and y have a row per place. If the matrices are quantized, the inputs are first. inner: x holds the
+ * experts' inner features, which may be fewer than x's stride. */
 TARGET static void multiply_lists(const struct experts *experts, const struct batch *batch, const struct matrix *w, struct product form,
                                   int inner, struct worker *worker)
 {
@@ -312,7 +312,7 @@ TARGET static void expect_next(const struct decoder *model, int index, const str
 {
     const struct layer *next = &model->layers[index + 1];
     if (index + 1 == batch->until_layer && index + 1 < model->num_layers)
-        return; /* it may be on its way from a disk */
+        return; /* the expert may be on its way from a disk */
     if (index + 1 < model->num_layers && model->latent_rank)
         expect((const struct matrix *const[]){&next->latent, model->q_latent_rank ? &next->q_latent : &next->q}, 2, batch->num_rows, worker);
     else if (index + 1 < model->num_layers)
@@ -387,7 +387,7 @@ TARGET static void routed(const struct decoder *model, int layer, const struct b
 
 /* ---- the model ---- */
 
-/* x = W normed for the first rows, of other sizes than x's and normed's. Begins and ends with a barrier. */
+/* x = W normed for the first num_rows rows, from `from` features to `to`. Begins and ends with a barrier. */
 TARGET static void resize(const struct batch *batch, const struct matrix *w, int32_t num_rows, int64_t from, int64_t to, struct worker *worker)
 {
     struct product job = {.w = w, .x = batch->normed, .y = batch->x, .x_stride = from, .y_stride = to, .num_rows = num_rows};
@@ -403,7 +403,7 @@ INLINE const float *position_of(const struct decoder *model, const struct batch 
     return model->positions + (batch->start[sequence] + row - batch->first_row[sequence]) * size;
 }
 
-/* This thread's rows of the embedding, with what is added to it. If matrices are cut, the process that has a token embeds it. */
+/* Embed this thread's rows, and add positions and token types. If matrices are cut, the process that has a token's row embeds it. */
 TARGET static void embed(const struct decoder *model, const struct batch *batch, struct worker *worker)
 {
     const int64_t hidden = model->hidden_size, size = model->embed_size, resized = model->embed_in.num_columns;
@@ -440,10 +440,10 @@ TARGET static void embed(const struct decoder *model, const struct batch *batch,
 }
 
 /* ---- latent attention [DeepSeek-AI 2024, arXiv:2405.04434, 2.1] ----
- * All heads have the same key, of which values are products. With W_k and W_v of a head, q . (W_k c) = (W_k^T q) . c, and the mixture
- * of the values W_v c is W_v times that of the c: so the attention is that of one key-value head, and the cache has latents. */
+ * A position's keys and values are products of one latent c: W_k c and W_v c for each head. q . (W_k c) = (W_k^T q) . c, and the weighted
+ * sum of the W_v c is W_v times the weighted sum of the c. So all heads attend to one key-value head, the latents, which the cache has. */
 
-/* One product for each head, of `size` features of x. x and y have a head every x_step and y_step features. */
+/* One product for each head, of `size` features of x. In x and y the heads are x_step and y_step features apart. */
 TARGET static void multiply_heads(const struct decoder *model, const struct batch *batch, const struct matrix *w, const struct product form,
                                   int64_t size, int64_t x_step, int64_t y_step, struct worker *worker)
 {
@@ -466,7 +466,7 @@ TARGET static void multiply_heads(const struct decoder *model, const struct batc
     multiply(jobs, (int)heads, worker);
 }
 
-/* Queries and keys of the normalized rows, whose codes are `coded`. Ends with a barrier. */
+/* Compute queries and latent keys from the normalized rows, whose codes are `coded`. Ends with a barrier. */
 TARGET static void project_latents(const struct decoder *model, const struct layer *layer, const struct batch *batch, struct coded coded,
                                    struct worker *worker)
 {
@@ -506,12 +506,12 @@ TARGET static void project_latents(const struct decoder *model, const struct lay
     meet(worker);
 }
 
-/* Norms of the queries over all heads, and of the keys. Ends with a barrier. */
+/* Normalize the queries over all heads together, and so the keys. Ends with a barrier. */
 TARGET static void norm_whole(const struct decoder *model, const struct layer *layer, const struct batch *batch, struct worker *worker)
 {
     const int64_t dim = model->head_dim, all_q = model->attended_size, all_k = model->keys_size;
     const int64_t q_width = model->num_heads * dim, kv_width = model->num_kv_heads * dim, width = q_width + 2 * kv_width;
-    if (batch->added) { /* of a key that several processes have, the first one's is added */
+    if (batch->added) { /* if several processes have a key, only the first of them adds it */
         const int64_t own = model->first_attended % (all_q / all_k * dim) ? 0 : kv_width;
         for (int64_t row = worker->from; row < worker->until; ++row) {
             memcpy(batch->all_q + row * all_q + model->first_attended, batch->qkv + row * width, (size_t)q_width * sizeof(float));

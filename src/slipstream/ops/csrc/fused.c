@@ -1,7 +1,7 @@
 /* What a transformer layer computes between its products, each in one pass over memory, forward and backward. Arithmetic is fp32.
  *
- * Rows have `columns` elements of one dtype, without gaps. What belongs to columns (biases, weights of norms, their gradients) is
- * fp32, padded with zeros to a multiple of 16. Gradients of columns are added to the caller's sums, one set for each thread. */
+ * Rows have `columns` elements of one dtype, without gaps. Vectors over the columns (biases, weights of norms, their gradients) are
+ * fp32, padded with zeros to a multiple of 16. Such gradients are added to the caller's sums, one set for each thread. */
 #include "fused.h"
 #include "isa.h"
 
@@ -74,8 +74,8 @@ INLINE vec normal(const struct fused *s, int64_t row, int64_t c, vec mean, vec i
     return vec_mul(a, load_f32(s->inverse_weight + c));
 }
 
-/* x: the sum, or the norm's output. grad: of the output; sum_grad: of the sum, or NULL. dsum: the gradient of sum and residual; dx:
- * that of x before dropout, or NULL if it is the same. */
+/* x: the sum, or the norm's output. Gradients: grad, of the output; sum_grad, of the sum, or NULL. Writes those of sum and residual to
+ * dsum, and that of x before dropout to dx, or NULL if it is the same. */
 TARGET static void add_norm_backward(const struct fused *s, int64_t begin, int64_t end)
 {
     const int64_t columns = s->columns;
@@ -173,7 +173,7 @@ TARGET static void activate(const struct fused *s, int64_t begin, int64_t end)
         }
 }
 
-/* Gradients of x (dx) and up (dsum), which may replace `grad`; out: the output once more, or NULL. */
+/* Gradients of x (dx) and up (dsum), either of which may overwrite `grad`; out: computes the output again, or NULL. */
 TARGET static void activate_backward(const struct fused *s, int64_t begin, int64_t end)
 {
     vec slope;
@@ -197,9 +197,9 @@ TARGET static void activate_backward(const struct fused *s, int64_t begin, int64
         }
 }
 
-/* ---- rotary positions: rows are tokens, with `heads` heads of `columns` features, of which the first `rotated` turn ---- */
+/* ---- rotary positions: rows are tokens, with `heads` heads of `columns` features, of which the first `rotated` are rotated ---- */
 
-/* bias, weight: cosines and sines, fp32 [tokens, rotated]. kind: 1 turns back. x may have gaps: `stride` elements between tokens. */
+/* bias, weight: cosines and sines, fp32 [tokens, rotated]. kind: 1 rotates back. x may have gaps: `stride` elements between tokens. */
 TARGET static void rotate(const struct fused *s, int64_t begin, int64_t end)
 {
     const int64_t half = s->rotated / 2, size = itemsize(s->dtype);
@@ -230,7 +230,7 @@ TARGET static void rotate(const struct fused *s, int64_t begin, int64_t end)
 INLINE int64_t target_of(const struct fused *s, int64_t row) { return ((const int64_t *)s->residual)[row]; }
 INLINE float one_of(const char *p, int dtype) { return lanes_sum(load_part(p, 1, dtype)); }
 
-/* residual: targets, int64. stats: ends; out: losses, fp32. */
+/* residual: targets, int64. Writes each row's `end` to stats and its loss to out, fp32. */
 TARGET static void lose(const struct fused *s, int64_t begin, int64_t end)
 {
     const vec zero = vec_zero(), least = vec_set(-INFINITY);
@@ -254,14 +254,14 @@ TARGET static void lose(const struct fused *s, int64_t begin, int64_t end)
     }
 }
 
-/* residual: targets; bias: ends; weight: what the losses are multiplied with; dx: gradients of the logits. */
+/* residual: targets; bias: each row's `end`; weight: the gradients of the losses. Writes the gradients of the logits to dx. */
 TARGET static void lose_backward(const struct fused *s, int64_t begin, int64_t end)
 {
     const float spread = s->eps / (float)s->columns;
     for (int64_t row = begin; row < end; ++row) {
         const float top = s->bias[row], by = s->weight[row];
         const int64_t target = target_of(s, row);
-        const vec scale = vec_set(isfinite(top) || by == 0 ? by : NAN); /* no number stands for what has none */
+        const vec scale = vec_set(isfinite(top) || by == 0 ? by : NAN); /* a row without a finite loss has no gradient */
         for (int64_t c = 0; c < s->columns; c += 16) {
             const vec a = by == 0 ? vec_zero() : vec_exp(vec_sub(get(s, s->x, row, c), vec_set(top)));
             put(s, s->dx, row, c, vec_mul(vec_sub(a, vec_set(spread)), scale));

@@ -1,13 +1,13 @@
 /* Grouped matrix products of fp32 and bf16, written once over 16 lanes: c = a b + bias for groups of any number of rows.
  *
  * An item is up to BLOCK_ROWS rows and s->columns columns of a group's c. Its part of a is packed once for each part of k, as tiles
- * of up to TALL rows; b, which lies as it is stored, is packed a panel of WIDE_PANEL columns at a time, which all tiles then read
- * from the cache. A part of k is 512 elements (1,024 of bf16 with dot products). Packed words are elements of fp32, or pairs of
- * neighbors of bf16 in the direction of k.
+ * of up to TALL rows; b, of any layout, is packed a panel of WIDE_PANEL columns at a time, which all tiles then read from the cache.
+ * A part of k is 512 elements (1,024 of bf16 with dot products). A packed word is an element of fp32, or two bf16 elements that are
+ * neighbors along k.
  *
  * An element of c starts with its bias and adds its terms in the order of k, in fp32, so its bits depend neither on the other rows of
- * its group nor on the number of threads. With dot products of bf16 the second term of a pair comes before the first, each is
- * rounded, and subnormal numbers count as zero: their bits are others than without.
+ * its group nor on the number of threads. With dot products of bf16 the second term of a pair is added before the first, each is
+ * rounded, and subnormal numbers count as zero: results differ in bits from those without.
  */
 #include "grouped.h"
 #include "isa.h"
@@ -27,7 +27,7 @@
 #define PADDED ((TALL + 3) / 4 * 4) /* of a row of a packed tile */
 #define TILES 24
 #define BLOCK_ROWS (TALL * TILES)
-#define STEPS 512 /* words of a line of a part, at most */
+#define STEPS 512 /* the most words of a line in one part of k */
 typedef float __attribute__((may_alias)) lane; /* tiles are packed as words */
 #define WIDENS !DOTS_BF16 /* bf16 is multiplied in fp32: tiles of a are packed in fp32, two rows a step */
 
@@ -66,7 +66,7 @@ INLINE void pack_lines(const char *const *lines, const int width, int64_t steps,
             memcpy(to + step * width + i, lines[i] + 4 * step, 4);
 }
 
-/* As pack_lines, of `count` neighbors i in rows of k, `stride` bytes apart; zeros for the rest of `width`. */
+/* As pack_lines, where row k has the `count` lines side by side; rows are `stride` bytes apart; zeros for the rest of `width`. */
 INLINE void pack_rows(const int bf16, const char *from, int64_t stride, int64_t k, const int count, const int width, uint32_t *to)
 {
     static const uint16_t none[WIDE_PANEL];
@@ -84,7 +84,7 @@ INLINE void pack_rows(const int bf16, const char *from, int64_t stride, int64_t 
     }
 }
 
-/* [steps][width] words of `count` neighbors, whose elements are `apart` bytes from each other, those of k `along` bytes. */
+/* Pack `count` lines, `apart` bytes from each other, to words [steps][width]; elements along k are `along` bytes apart. */
 INLINE void pack(const int bf16, const int full, const char *from, int64_t apart, int64_t along, int64_t k, int count, const int width,
                  uint32_t *to)
 {
@@ -99,7 +99,7 @@ INLINE void pack(const int bf16, const int full, const char *from, int64_t apart
     const char *lines[WIDE_PANEL];
     const int64_t whole = bf16 ? k / 2 : k;
     for (int i = 0; i < width; ++i)
-        lines[i] = from + (i < count ? i : count - 1) * apart; /* what comes of the others is not read */
+        lines[i] = from + (i < count ? i : count - 1) * apart; /* the products of further lines are not read */
     pack_lines(lines, width, whole, to);
     if (bf16 && k % 2)
         for (int i = 0; i < width; ++i) {
@@ -109,19 +109,19 @@ INLINE void pack(const int bf16, const int full, const char *from, int64_t apart
         }
 }
 
-/* The pairs in the second half of a tile to two rows of fp32 each, in all of it. */
+/* Convert the pairs in the second half of a tile to two rows of fp32 each, which fill the whole tile. */
 TARGET static void widen_pairs(uint32_t *to, int64_t steps)
 {
     const uint32_t *pairs = to + steps * PADDED;
     for (int64_t step = 0; step < steps; ++step, pairs += PADDED, to += 2 * PADDED)
         for (int i = 0; i < PADDED; ++i) {
-            const uint32_t pair = pairs[i]; /* the last ones are where they go */
+            const uint32_t pair = pairs[i]; /* read first: the last pairs lie where their rows are written */
             to[i] = pair << 16;
             to[PADDED + i] = pair & 0xffff0000u;
         }
 }
 
-/* Rows of fp32 that the sums of a tile start with, and where they end: fp32, or bf16 where `rounds`. */
+/* The fp32 rows that the sums of a tile start from, and where the sums are written: as fp32, or in the dtype of c if `rounds`. */
 struct ends {
     const float *from;
     int64_t from_row; /* floats; 0: one row for all */
@@ -205,8 +205,8 @@ struct memory {
 
 INLINE int height_of(int64_t rows) { return rows > TALL / 3 * 2 ? TALL : rows > TALL / 3 ? TALL / 3 * 2 : TALL / 3; }
 
-/* The tiles of an item's part of a, `each` words apart. Where columns of a lie in one piece, as of a transposed gradient, each is read
- * as a whole. */
+/* Pack an item's part of a to tiles, `each` words apart. If the columns of a are contiguous, as in a transposed gradient, it goes column
+ * by column, through all tiles. */
 INLINE void pack_block(const int bf16, const struct grouped *s, const char *from, int64_t m, int64_t k, uint32_t *to, int64_t each)
 {
     const int64_t size = bf16 ? 2 : 4, row = s->a.row * size, column = s->a.column * size;
@@ -232,11 +232,11 @@ TARGET static void start_of(const struct item *x, int bf16, int64_t j, int colum
     }
 }
 
-/* Share t of `shares` of the lines of k elements of a panel, into the cache: its lines are too far apart for a processor to foresee
- * them, and the panel is packed when all tiles have been multiplied with the one before. */
+/* Prefetch share t of `shares` of a panel's lines, of k elements: they are too far apart for the processor's own prefetching, and the
+ * panel is packed as soon as all tiles have been multiplied with the one before. */
 TARGET static void fetch_panel(const char *b, int64_t apart, int64_t along, int64_t k, int64_t size, int64_t t, int64_t shares)
 {
-    const int is_across = along == size; /* a column of b lies in one piece */
+    const int is_across = along == size; /* a column of b is contiguous */
     const int64_t lines = is_across ? WIDE_PANEL : k, nbytes = (is_across ? k : WIDE_PANEL) * size, gap = is_across ? apart : along;
     const int64_t each = (nbytes + 63) / 64, end = (t + 1) * lines * each / shares;
     for (int64_t at = t * lines * each / shares, line = at / each, from = at % each; at < end; ++line, from = 0)
@@ -244,7 +244,7 @@ TARGET static void fetch_panel(const char *b, int64_t apart, int64_t along, int6
             __builtin_prefetch(b + line * gap + from * 64, 0, 2);
 }
 
-/* One panel of b, packed, with all tiles: from their sums or the start of all, to sums or c. */
+/* Multiply all tiles with one packed panel of b. The first part of k starts from the bias; the last one writes c, the others sums. */
 TARGET static void multiply_panel(const struct grouped *s, const struct item *x, struct memory memory, int64_t j, int64_t from,
                                   int64_t k)
 {
@@ -271,7 +271,7 @@ TARGET static void multiply_panel(const struct grouped *s, const struct item *x,
     }
 }
 
-/* c of an item: for each part of k, all tiles with each panel. */
+/* Compute an item's c: for each part of k, all tiles with each panel. */
 TARGET static void multiply_item(const struct grouped *s, const struct item *x, struct memory memory)
 {
     const int bf16 = s->dtype == DTYPE_BF16;
@@ -298,7 +298,7 @@ TARGET static void multiply_item(const struct grouped *s, const struct item *x, 
     }
 }
 
-/* The rows of a group's items: as many in each, because an item packs its part of b. */
+/* The rows of each item of a group: equally many, because every item packs its part of b. */
 INLINE int64_t block_rows(int64_t m)
 {
     const int64_t blocks = (m + BLOCK_ROWS - 1) / BLOCK_ROWS;

@@ -6,7 +6,7 @@
 
 #include <stdatomic.h>
 
-/* Where element (i, j) of group g is: at + (start[g] * start + g * group + i * row + j * column), in elements. In a and
+/* Element (i, j) of group g is at `at` + (starts[g] * start + g * group + i * row + j * column), in elements. In a and
  * b, row or column is 1 (or both dimensions have one element); in c, column is 1. */
 struct grouped_matrix {
     char *at;
@@ -17,11 +17,11 @@ struct grouped_matrix {
 struct grouped {
     struct grouped_matrix a, b, c;
     const char *bias;      /* [groups, n], or NULL */
-    const int64_t *starts; /* [groups + 1]: the first row of each group, and one behind the last */
-    int64_t groups, m, n, k; /* -1 for m or k: as many as the group has rows */
-    int64_t columns;       /* of c that an item computes at once, a multiple of 64 */
+    const int64_t *starts; /* [groups + 1]: the first row of each group, and the number of all rows */
+    int64_t groups, m, n, k; /* -1 for m or k: the group's number of rows */
+    int64_t columns;       /* columns of c in an item, a multiple of 64 */
     int32_t dtype, failed; /* failed: a thread found no memory, and took no items */
-    _Atomic int64_t next; /* the next item that a thread takes */
+    _Atomic int64_t next; /* the next item to take */
 };
 
 struct grouped_isa {

@@ -37,7 +37,7 @@ INLINE vec store_vec(void *p, vec a, int dtype, int stream)
     return stream ? store_f16(p, a, 1) : store_f16(p, a, 0);
 }
 
-/* The same of the `count` elements that are left, if they are fewer than 16: the other lanes are loaded as 0. */
+/* The same for the last `count` elements, if fewer than 16: the other lanes are loaded as 0. */
 INLINE vec load_part(const void *p, int64_t count, int dtype)
 {
     char rest[64] = {0};

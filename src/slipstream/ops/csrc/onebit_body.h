@@ -7,7 +7,7 @@
  * block with such elements; the others skip the tests. y is never -0, because a sum is -0 only if all of its terms are. */
 #define SIGN_BLOCK 512
 #define SIGN_NBYTES (2 + SIGN_BLOCK / 8)
-#define SIGNS_AHEAD 1024 /* elements to prefetch: hardware stops at pages */
+#define SIGNS_AHEAD 1024 /* elements to prefetch: the hardware's prefetching stops at page boundaries */
 #define ACTIVE 0x1p-126f
 
 INLINE float half_scale(float scale, uint8_t *record) /* rounds to bf16, ties to even */
@@ -30,7 +30,7 @@ INLINE float half_scale(float scale, uint8_t *record) /* rounds to bf16, ties to
 
 INLINE uint32_t bits_at(const uint8_t *record, int k) { return (uint32_t)record[2 + k / 8] | (uint32_t)record[3 + k / 8] << 8; }
 
-/* A block of y on its way: its sums, and the signs of the 16 lanes that it has just got. */
+/* A block of y being encoded: the sum of squares and the number of its active elements, and the record that gets its signs. */
 struct signing {
     vec squares, count;
     uint8_t *record;

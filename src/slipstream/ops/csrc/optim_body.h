@@ -57,7 +57,7 @@ INLINE void prefetch_codes(struct array from, int64_t block)
         prefetch(from, block + k);
 }
 
-/* How a pass stores: with stochastic rounding; lanes as in load_bf16_pairs; whether there may be NaNs. */
+/* How a pass stores: with stochastic rounding; with lanes as in load_bf16_pairs; with a test for NaNs. */
 struct manner {
     int stochastic, paired, nans;
 };
@@ -117,8 +117,8 @@ INLINE lanes average(lanes x, vec g, const vec *c, int flags)
     return x;
 }
 
-/* Whether each state is in codes, and then the factors, which include the decay, of a code of `m` and of a squared code of `v`.
- * States in codes arrive as their codes. */
+/* first, second: that state is in codes, and the rule gets the codes. m, v: then the factors, with decay, that turn a code of the first
+ * state, and the square of one of the second, into values. */
 struct kept {
     int first, second;
     vec m, v;

@@ -85,7 +85,7 @@ TARGET static void fit(across w, int64_t group, float *scales, float *lows)
             odd_squares = vec_add(odd_squares, vec_mul(b, b));
         }
         const vec squares = vec_max(vec_add(even_squares, odd_squares), vec_set(1e-12f));
-        const vec scale = to_half(vec_div(vec_add(even, odd), squares)); /* as stored in files and in the decoder */
+        const vec scale = to_half(vec_div(vec_add(even, odd), squares)); /* fp16, as in files and in the decoder */
         low = to_half(vec_sub(mean, vec_mul(scale, code_mean)));
         inverse = inverse_of(scale);
         even = odd = zero;
@@ -170,7 +170,7 @@ TARGET static void from_rows(char *w, int dtype, int64_t rows, const struct row_
                              const float *pairs)
 {
     const int64_t size = itemsize(dtype), columns = form->columns, block = form->block, bits = form->bits;
-    float values[16]; /* of 4-bit codes */
+    float values[16]; /* the values of the 16 4-bit codes */
     for (int code = 0; code < 16; ++code)
         values[code] = pairs[2 * code];
     const vec table = load_f32(values);

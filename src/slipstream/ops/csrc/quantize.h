@@ -12,7 +12,7 @@ struct row_form {
     int64_t bits, columns, block, code_nbytes, row_nbytes;
 };
 
-/* A tensor of groups, each of `group` elements cut into pieces, the items; rounded to `zero + k * scale`, low <= k <= high. */
+/* A tensor in groups of `group` elements, which are cut into items; it is rounded to `zero + k * scale`, low <= k <= high. */
 struct grid {
     const char *w;
     char *out;
@@ -32,7 +32,7 @@ struct quantize_isa {
     void (*from_int4)(float *w, int64_t groups, int64_t group, const uint8_t *codes, const float *scales, const float *lows);
     /* packed rows -> w [rows][columns] of any dtype; `pairs` are the two values of each byte of 4-bit codes. */
     void (*from_rows)(char *w, int dtype, int64_t rows, const struct row_form *form, const uint8_t *packed, const float *pairs);
-    /* w [numel] -> its ends; w -> out. */
+    /* w [numel] -> its `ends`; w -> `out`, rounded. */
     void (*to_ends)(const char *w, int dtype, int64_t numel, float *ends);
     void (*to_grid)(const struct grid *grid, const char *w, char *out, int64_t numel, float scale, float zero);
 };

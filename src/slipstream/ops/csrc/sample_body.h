@@ -128,7 +128,7 @@ struct cut {
     double mass; /* sum of the kept weights */
 };
 
-/* The weights at or above some threshold. */
+/* How many weights are at or above some threshold, and their sum. */
 struct share {
     double count, sum;
     float least, below; /* the smallest of them, and the largest of the others */
@@ -184,15 +184,15 @@ TARGET static int64_t gather(const struct row *row, float least, float largest)
     return found / BLOCK_OF_SUMS;
 }
 
-/* The fewest largest weights whose number, or sum, is at least `wanted`; `in`: enough of the listed ones. Bisects between two weights
- * by their bits, whose order is that of the values in [0, 1]. Each step ends at a weight, so the number of steps is about that of a
- * bisection of their count. When few are left between, it continues with these alone. */
+/* The cut that keeps the fewest largest weights whose number (by_count) or sum is at least `wanted`; `in`: a threshold that keeps enough.
+ * Bisects between two weights by their bits, whose order is that of the values in [0, 1]. Each step ends at a weight, so there are about
+ * as many steps as in a bisection of their count. When few weights are left in between, it continues with these alone. */
 TARGET static struct cut fewest(const struct row *row, struct share in, int by_count, double wanted)
 {
     const float *weights = row->weights, *most = row->listed_most;
     int64_t blocks = row->num_listed;
     const double size = (double)(blocks * BLOCK_OF_SUMS);
-    struct share above = {0, 0, 2, 1}, out = above; /* no longer among `weights`; too few */
+    struct share above = {0, 0, 2, 1}, out = above; /* above: kept for sure, no longer in `weights`; out: a threshold that keeps too few */
     while (weight_bits(out.below) > weight_bits(in.least)) {
         if (most && in.count - out.count < size / 16) {
             above = out;
@@ -223,7 +223,7 @@ TARGET static struct cut fewest(const struct row *row, struct share in, int by_c
     return (struct cut){in.least, enough < ties ? (int64_t)enough : INT64_MAX, out.sum + enough * weight};
 }
 
-/* A weight that at least `count` blocks reach; 0 if there are fewer blocks. */
+/* The largest weight that at least `count` blocks reach; 0 if there are fewer blocks. */
 TARGET static float reached_by(const struct row *row, int64_t count)
 {
     uint32_t low = 0, high = count > row->blocks ? 0 : weight_bits(1);
@@ -240,7 +240,7 @@ TARGET static float reached_by(const struct row *row, int64_t count)
     return bits_weight(low);
 }
 
-/* List the blocks of the weights that top-k and top-p, of these weights, keep, and return the cut. */
+/* List the blocks with weights that top-k, and then top-p of what it keeps, do not drop; returns the cut. */
 TARGET static struct cut cut_at(struct row *row, int64_t top_k, double top_p, double total)
 {
     struct share in = {0, 0, 0, 0};
@@ -289,7 +289,7 @@ TARGET static double drop(const struct row *row, struct cut cut)
     return total;
 }
 
-/* The token at which the running sum of the weights exceeds `target`; never one of weight 0. `listed`: of the listed ones. */
+/* The token at which the running sum of the weights exceeds `target`; never one of weight 0. listed: sums the listed weights only. */
 TARGET static int64_t token_at(struct row *row, double target, int listed)
 {
     double before = 0; /* the sum of the weights before `block` */

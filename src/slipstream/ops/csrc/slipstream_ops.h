@@ -61,7 +61,7 @@ struct kernels_isa {
     /* wire_body.h. Elements [start, stop) of a sum are at most one BLOCK; its start is a multiple of 256. */
     void (*wire_encode)(const char *x, int dtype, int64_t numel, int bits, uint8_t *out, uint8_t *error, float beta);
     double (*wire_sum)(const struct sum_args *args, int64_t start, int64_t stop, int bits, int target);
-    /* onebit_body.h. start is a multiple of 512, stop too; those of an update of 16. */
+    /* onebit_body.h. start and stop are multiples of 512; those of an update, of 16. */
     void (*onebit[3])(const struct onebit *s, int64_t start, int64_t stop);
 };
 

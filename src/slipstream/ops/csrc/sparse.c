@@ -144,7 +144,7 @@ TARGET static void scores(const float *x, int rows, const float *t, const int32_
             score_tile(TALL * PAIR, 1, x + i * dim, t + panels[at] * dim * PANEL, t, dim, s + i * stride + at * PANEL, stride);
 }
 
-/* o[ROWS][16 * width] += p times rows of v, which `panels` lists by 16; p[i][k] is at i * down + k * along. */
+/* o[ROWS][16 * width] += p times rows of v, in the panels of 16 that `panels` lists; p[i][k] is at i * down + k * along. */
 INLINE void sum_tile(const int width, float *o, const float *p, int64_t down, int64_t along, const float *v, const int32_t *panels,
                      int count, int64_t dim)
 {
@@ -200,7 +200,7 @@ TARGET static void sums(float *o, int rows, const float *p, int64_t down, int64_
 /* e^x, and 0 below e^-64. */
 INLINE vec exp_or_zero(vec x) { return vec_pick(vec_set(-64.0f), x, vec_zero(), vec_exp(x)); }
 
-/* What dropout multiplies 16 probabilities with, the same forward and backward. */
+/* The factors by which dropout multiplies 16 probabilities, the same forward and backward. */
 INLINE vec kept(const struct sparse *s, uint32_t head, int64_t query, int64_t panel)
 {
     return vec_kept(s->seed, head * 0x9e3779b9u + (uint32_t)query, (uint32_t)panel, s->dropout);
@@ -235,7 +235,7 @@ INLINE vec biased(const struct pass *pass, const int plain, vec x, int64_t query
 }
 INLINE int is_unmasked(const struct pass *pass) { return !pass->bias && !pass->key_bias && !pass->spans && !(pass->s->dropout > 0); }
 
-/* Scores of a chunk to unnormalized probabilities, and the outputs so far to the new largest score. */
+/* Turn a chunk's scores into unnormalized probabilities, and rescale the outputs so far to the new largest score. */
 INLINE void soften(const int plain, const struct pass *pass, const int32_t *panels, int count, float *scored, float *o, float *most,
                    float *total)
 {
@@ -359,7 +359,7 @@ TARGET static int forward(const struct sparse *s, int64_t begin, int64_t end)
 
 /* ---- backward ---- */
 
-/* Scores to probabilities (after dropout), and their gradients to those of the scores, times the scale. */
+/* Turn scores into probabilities (after dropout), and the probabilities' gradients into those of the scores, times the scale. */
 INLINE void harden(const int plain, const struct pass *pass, const int32_t *panels, int count, const float *lse, const float *delta,
                    float *scored, float *grads)
 {

@@ -177,7 +177,7 @@ INLINE vec load_bf16_pairs(const char *p) { return (vec){even_bf16(p), odd_bf16(
 typedef struct {
     __m256i low, high;
 } words;
-/* Each lane's own number, and the other number of its word. */
+/* Each lane's own random number, and the other number of its word: [Note: Random bits]. */
 INLINE words own_half(halves x, int paired)
 {
     if (paired)

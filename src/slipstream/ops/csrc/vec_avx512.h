@@ -136,7 +136,7 @@ INLINE void store_halves(void *p, __m256i bits, int stream)
     else
         _mm256_storeu_si256((__m256i *)p, bits);
 }
-/* nans: whether there may be NaNs. */
+/* nans: there may be NaNs. */
 INLINE vec store_bf16_numbers(void *p, vec a, int stream, int nans)
 {
     __m512i bits = _mm512_castps_si512(a);
@@ -157,7 +157,7 @@ INLINE vec store_f16(void *p, vec a, int stream)
 }
 
 typedef __m512i words;
-/* Each lane's own number, and the other number of its word. */
+/* Each lane's own random number, and the other number of its word: [Note: Random bits]. */
 INLINE words own_half(halves x, int paired)
 {
     (void)paired;

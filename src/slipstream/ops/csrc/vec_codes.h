@@ -39,7 +39,7 @@ INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
     return (ivec){dot_halves(sum.low, _mm256_loadu_si256(columns), first, second),
                   dot_halves(sum.high, _mm256_loadu_si256(columns + 1), first, second)};
 }
-/* 16 columns of 4 unsigned bytes of at most 6 bits: some bits of each byte at p; all bits of two. And their products. */
+/* Codes of at most 6 bits: 4 unsigned bytes for each of 16 columns. Some bits of each byte at p; two such joined; their products. */
 typedef ivec code_bytes;
 INLINE __m256i masked_half(const void *p, const int shift, const int mask)
 {

@@ -1,4 +1,4 @@
-/* Dropout that stores nothing: what an element is multiplied with is a hash of its place. Included after a vec_*.h. */
+/* Dropout that stores nothing: whether an element is kept is a hash of its place. Included after a vec_*.h. */
 #ifndef SLIPSTREAM_VEC_DROP_H
 #define SLIPSTREAM_VEC_DROP_H
 

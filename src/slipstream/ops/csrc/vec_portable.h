@@ -60,7 +60,7 @@ INLINE vec vec_larger(vec a, vec b) { return vec_select((words)a > (words)b, a, 
 INLINE int vec_has_nan(vec a)
 {
     (void)a;
-    return 1; /* there may be one */
+    return 1; /* there may be a NaN */
 }
 INLINE vec vec_pow2(vec n)
 {
@@ -100,7 +100,7 @@ INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
             sum[lane] += (columns[lane * 4 + k] & 15) * x[k] + (columns[lane * 4 + k] >> 4) * x[4 + k];
     return sum;
 }
-/* 16 columns of 4 unsigned bytes of at most 6 bits: some bits of each byte at p; all bits of two. And their products. */
+/* Codes of at most 6 bits: 4 unsigned bytes for each of 16 columns. Some bits of each byte at p; two such joined; their products. */
 typedef uint8_t code_bytes __attribute__((vector_size(64)));
 INLINE code_bytes masked_at(const void *p, const int shift, const int bits)
 {
@@ -290,7 +290,7 @@ INLINE halves halves_of(uint32_t seed)
     x = (x ^ x >> 15) * 0x846ca68bu;
     return x ^ x >> 16;
 }
-/* Each lane's own number, and the other number of its word. */
+/* Each lane's own random number, and the other number of its word: [Note: Random bits]. */
 INLINE words own_half(halves x, int paired)
 {
     words wide;

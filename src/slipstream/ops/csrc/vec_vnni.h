@@ -22,7 +22,7 @@ INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
     sum = _mm512_dpbusd_epi32(sum, _mm512_and_si512(both, mask), four_codes(x));
     return _mm512_dpbusd_epi32(sum, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask), four_codes(x + 4));
 }
-/* 16 columns of 4 unsigned bytes of at most 6 bits: some bits of each byte at p; all bits of two. And their products. */
+/* Codes of at most 6 bits: 4 unsigned bytes for each of 16 columns. Some bits of each byte at p; two such joined; their products. */
 typedef __m512i code_bytes;
 INLINE code_bytes masked_at(const void *p, const int shift, const int mask)
 {

@@ -73,8 +73,8 @@ TARGET static void encode_record(const float *x, int bits, uint8_t *record)
     }
 }
 
-/* Encode numel elements. With `error` (records of 8 bits, of the same blocks), first add what it holds, and then keep there what the
- * codes have lost, mixed with the old error: beta * old + (1 - beta) * lost. */
+/* Encode numel elements. `error`, unless NULL, has 8-bit records of the same blocks: what it holds is added first; then it gets the old
+ * error mixed with what the codes have lost: beta * old + (1 - beta) * lost. */
 TARGET static void wire_encode(const char *x, int dtype, int64_t numel, int bits, uint8_t *out, uint8_t *error, float beta)
 {
     const int64_t size = itemsize(dtype), nbytes = record_nbytes(bits);
