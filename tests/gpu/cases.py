@@ -546,8 +546,8 @@ for eighth in range(8):
     alone(family(eighth))
 
 
-@alone
-def the_engine_serves_with_kernels_and_graphs() -> None:
+def small_llama() -> tuple[Any, list[list[int]], list[list[int]]]:
+    """A model of transformers; prompts; and both of these with what it says greedily."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -567,9 +567,29 @@ def the_engine_serves_with_kernels_and_graphs() -> None:
     net = LlamaForCausalLM(config).to(device()).eval()
     prompts = [[i * i % 127 + 1 for i in range(length)] for length in (5, 30)]
     wanted = [net.generate(torch.tensor([p], device=device()), max_new_tokens=12, do_sample=False)[0].tolist() for p in prompts]
+    return net, prompts, wanted
+
+
+@alone
+def the_engine_serves_with_kernels_and_graphs() -> None:
+    net, prompts, wanted = small_llama()
     with slipstream.init_inference(net, device="cuda", max_running=4, kv_cache_bytes=1 << 24) as serving:
         assert "Triton kernels" in serving.description, serving.description
         answers = serving.generate(prompts, max_new_tokens=12, temperature=0)
+    assert [p + list(answer.token_ids) for p, answer in zip(prompts, answers, strict=True)] == wanted
+
+
+@alone
+def an_engine_serves_weights_that_another_stream_wrote() -> None:
+    """Its thread has a stream of its own. By torch's forward, which the emulated device watches."""
+    from slipstream.inference import runner
+
+    net, prompts, wanted = small_llama()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()), patch.object(runner, "_why_no_kernels", lambda *_: "a test of torch's"):
+        with slipstream.init_inference(net.config, device="cuda", max_running=4, kv_cache_bytes=1 << 24) as serving:
+            serving.update_weights(net.named_parameters())
+            answers = serving.generate(prompts, max_new_tokens=12, temperature=0)
     assert [p + list(answer.token_ids) for p, answer in zip(prompts, answers, strict=True)] == wanted
 
 

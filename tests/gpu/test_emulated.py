@@ -30,6 +30,7 @@ TRAINING = (  # of `cases`; others need Triton's kernels or sums, CUDA's graphs,
     "slices_of_matrices_are_joined",
     "a_hugging_face_llama_trains_and_generates",
     "layers_of_any_module_move_here_and_back",
+    "an_engine_serves_weights_that_another_stream_wrote",
 )
 NOTICES = {  # what a script does: what races, or nothing
     "a read that nothing orders after a write": (

@@ -427,8 +427,6 @@ class CudaDecoder:
         """Capture graphs for batches of up to `max_batch` rows, if the model supports graphs."""
         if max_batch and self.cache.device.type == "cuda" and not any(layer.experts for layer in self.config.layers):
             self._capture(max_batch)
-        if self.cache.device.type == "cuda":
-            torch.cuda.synchronize(self.cache.device)  # the engine's thread uses another stream
 
     def close(self) -> None:
         """Free the graphs, with everything that they captured of `exchange`. No forward may run."""

@@ -133,6 +133,8 @@ def _on_cache(
 
 def _over(own: Runner, forward: str, device: torch.device, ranks: ServingRanks | None, *, embeds: bool = False) -> Opened:
     """Wrap a runner: of the whole model, or of each process's part."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the engine's thread may use another stream
     if ranks is None:
         return Opened(own, forward)
     from slipstream.inference.ranks_runner import RanksRunner

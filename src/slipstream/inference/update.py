@@ -99,6 +99,9 @@ class UpdateTarget:
             for role, pick in parts:
                 put(role, self.forms[role].convert(pick(source)))
                 missing.discard(role)
+        for device in {form.device for form in self.forms.values()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the engine's thread may use another stream
         if missing:
             lacking = [name for name, (_, parts) in self.places.items() if missing.intersection(role for role, _ in parts)]
             raise ValueError(f"{len(missing)} weights are missing: {', '.join(lacking[:3])}{', ...' if len(lacking) > 3 else ''}")
