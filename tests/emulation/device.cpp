@@ -416,6 +416,17 @@ int64_t attention_choice(const Tensor&, const Tensor&, const Tensor&, const std:
   return 0;  // the mathematical one: others are kernels of CUDA alone
 }
 
+// As CUDA, of integers too.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  {
+    Lock lock(mutex);
+    launch(current);
+    touch(self, false, current, "histc");
+  }
+  Inside now;
+  return on_device(at::histc(host(self).to(at::kFloat), bins, low, high).to(self.scalar_type()));
+}
+
 // As CUDA: a tensor of the CPU beside one of the device is an error, unless it has no dimensions.
 void refuse_two_devices(const std::string& name, const std::vector<Tensor>& tensors) {
   static const std::set<std::string> mixed = {"aten::index", "aten::_index_put_impl_", "aten::index_put", "aten::index_put_"};
@@ -425,6 +436,10 @@ void refuse_two_devices(const std::string& name, const std::vector<Tensor>& tens
     TORCH_CHECK(!any || t.is_cuda() || (t.is_cpu() && t.dim() == 0), "Expected all tensors to be on the same device, but found at least ",
                 "two devices, cuda:0 and ", t.device(), "! (", name, " of ", t.sizes(), ")");
 }
+
+struct Silent final : c10::WarningHandler {  // the CPU's own, of memory that an operation gives itself
+  void process(const c10::Warning&) override {}
+} silent;
 
 // Any other operation: the CPU's, on the same bytes.
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -469,6 +484,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   tell();
   Inside now;
+  c10::WarningUtils::WarningHandlerGuard quiet(&silent);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   auto back = [&](const Tensor& made) -> Tensor {
     if (!made.defined()) return made;
@@ -545,6 +561,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("resize_", resize);
   m.impl("record_stream", record_stream);
   m.impl("_fused_sdp_choice", attention_choice);
+  m.impl("histc", histc);
 }
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
