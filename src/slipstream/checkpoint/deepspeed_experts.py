@@ -90,10 +90,10 @@ class ExpertFiles:
         files = []
         for expert in range(num):
             names = [f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt" for rank in ranks]
-            found = [name for name in names if (self.folder / name).is_file()]
-            if not found:
+            existing = [name for name in names if (self.folder / name).is_file()]
+            if not existing:
                 raise CheckpointError(f"it has no {names[0]}" + (", nor of another rank" if len(names) > 1 else ""))
-            files.append(found[0])
+            files.append(existing[0])
         return files
 
     def _open_native(self, model: Mapping[str, Any], ranks: range) -> None:
@@ -108,10 +108,10 @@ class ExpertFiles:
         num_ranks = max(len(self.optimizers()), 1)
         for index, num in enumerate(map(int, model["num_experts"])):
             files = [self._files(index, num, [rank]) for rank in ranks]
-            found = _NATIVE.fullmatch(next(iter(read(self.folder / files[0][0])), ""))
-            if found is None:
+            matched = _NATIVE.fullmatch(next(iter(read(self.folder / files[0][0])), ""))
+            if matched is None:
                 raise CheckpointError(f"{files[0][0]} has no parameter of an expert")
-            self.native[found[1]] = _ExpertLayer(num=num, own=own.get(found[1], num // num_ranks), files=files)
+            self.native[matched[1]] = _ExpertLayer(num=num, own=own.get(matched[1], num // num_ranks), files=files)
 
     def _open_autoep(self, model: Mapping[str, Any], ranks: range) -> None:
         has_files = not (self.folder / "zero").is_dir()
@@ -212,17 +212,17 @@ class ExpertFiles:
 
     def on_rank(self, rank: int) -> dict[str, tuple[Shape, ExpertSlot]]:
         """The experts' parameters of one of the ranks with different experts."""
-        found: dict[str, tuple[Shape, ExpertSlot | None]] = {}
+        params: dict[str, tuple[Shape, ExpertSlot | None]] = {}
         for layer in self.native.values():
             for file in layer.files[0][layer.own * rank : layer.own * (rank + 1)]:
                 for name, stored in _weights(read(self.folder / file)):
-                    found[name] = stored.shape, self.slot(name, PartPlace(stored.shape))
+                    params[name] = stored.shape, self.slot(name, PartPlace(stored.shape))
         for prefix, layer in self.autoep.items():
             state = dict(_weights(read(self.folder / layer.files[0][0])))
             for name in (f"{prefix}experts.{w}" for w in ("w1", "w2", "w3")):
                 shape = layer.own, *state[f"{name}.0"].shape
-                found[name] = shape, self.slot(name, PartPlace(shape), rank, layer.num // layer.own)
-        return {name: (shape, slot) for name, (shape, slot) in found.items() if slot is not None}
+                params[name] = shape, self.slot(name, PartPlace(shape), rank, layer.num // layer.own)
+        return {name: (shape, slot) for name, (shape, slot) in params.items() if slot is not None}
 
     def in_order(self, dense: Mapping[str, Stored], optimizer: Mapping[str, Any]) -> list[tuple[str, Shape]]:
         """The names and shapes of parameters that are no experts', in the order of an optimizer's numbers.
@@ -234,11 +234,11 @@ class ExpertFiles:
             return order
         numbers = [number for group in optimizer["param_groups"] if not group.get("moe") for number in group["params"]]
         states = [optimizer["state"].get(number, {}).values() for number in numbers]
-        found = [value.shape for values in states for value in list(values)[-1:] if isinstance(value, Stored)]
+        shapes = [value.shape for values in states for value in list(values)[-1:] if isinstance(value, Stored)]
         late = sorted(order, key=lambda pair: pair[0].startswith(tuple(f"{prefix}router." for prefix in self.autoep)))
-        for each in (order, late):
-            if [shape for _, shape in each if shape in found] == found:
-                return each
+        for candidate in (order, late):
+            if [shape for _, shape in candidate if shape in shapes] == shapes:
+                return candidate
         raise CheckpointError(
             "its optimizer has no names, and its states are in another order than the parameters: save it at stage 1"
         )

@@ -221,8 +221,8 @@ def completed(directory: str, tag: str | None, hosts: Hosts, *, universal: bool 
         return
     newest, moves = chosen
     number = ranks.decide(step, lambda: secrets.token_hex(8))
-    beside = parent / f"{_BESIDE}{number}-{hosts.index - hosts.index % hosts.per_host}"
-    own, source, target = [move.name for move in moves if move.to == hosts.index], parent / newest.tag, beside / newest.tag
+    joined = parent / f"{_BESIDE}{number}-{hosts.index - hosts.index % hosts.per_host}"
+    own, source, target = [move.name for move in moves if move.to == hosts.index], parent / newest.tag, joined / newest.tag
     lock = None
 
     def make() -> None:
@@ -230,17 +230,17 @@ def completed(directory: str, tag: str | None, hosts: Hosts, *, universal: bool 
         if not hosts.is_leader:
             return
         target.mkdir(parents=True)
-        lock = lock_folder(beside)
+        lock = lock_folder(joined)
         for name in newest.sizes.keys() - set(own):
             _link(source / name, target / name)
 
     try:
         ranks.gather(step, make)
         ranks.gather(step, lambda: hosts.move(moves, source, target))
-        yield str(beside), newest.tag
+        yield str(joined), newest.tag
     finally:
         if hosts.is_leader:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(joined, ignore_errors=True)
             unlock(lock)
 
 
@@ -292,11 +292,11 @@ def _choose(holdings: Sequence[_Holding], tag: str | None, after: int) -> tuple[
         for held in holding.held:
             by_id.setdefault(held.save_id, {})[holding.leader] = held
     newest, parts, lost = None, dict[int, _Held](), set[str]()
-    for hosts in by_id.values():
-        any_held = next(iter(hosts.values()))
-        lost = any_held.sizes.keys() - set().union(*(held.present for held in hosts.values()))
-        if not lost and any_held.steps > (after if newest is None else newest.steps):
-            newest, parts = any_held, hosts
+    for by_leader in by_id.values():
+        held_by_one = next(iter(by_leader.values()))
+        lost = held_by_one.sizes.keys() - set().union(*(held.present for held in by_leader.values()))
+        if not lost and held_by_one.steps > (after if newest is None else newest.steps):
+            newest, parts = held_by_one, by_leader
     if newest is None:
         if tag is not None and lost:
             files = ", ".join(sorted(lost))

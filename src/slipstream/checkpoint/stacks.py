@@ -86,9 +86,9 @@ def restack(tensors: Mapping[str, Entry], wanted: Mapping[str, Shape], needed: C
         older = next((each for each in known if each in free), None)
         if older is not None:
             result[name], parts[name] = tensors[older], [older]
-        elif (found := parts_of_stack(known, shape, free, unfit)) and not unfit:
-            pieces = tuple(_moved(piece, box) for box, part in found for piece in tensors[part].pieces)
-            result[name], parts[name] = replace(tensors[found[0].name], shape=shape, pieces=pieces), [part for _, part in found]
+        elif (stacked := parts_of_stack(known, shape, free, unfit)) and not unfit:
+            pieces = tuple(_moved(piece, box) for box, part in stacked for piece in tensors[part].pieces)
+            result[name], parts[name] = replace(tensors[stacked[0].name], shape=shape, pieces=pieces), [part for _, part in stacked]
         misfits += unfit if name in needed else []
     if misfits:
         raise CheckpointError("; ".join(misfits[:5]))

@@ -172,8 +172,8 @@ def _stored(path: Any, rename: Callable[[str], str] | None) -> dict[str, StoredW
         for entry in _header(file):
             name = entry.name if rename is None else rename(entry.name)
             if name in stored:
-                both = f"{entry.name!r} of {file} and {stored[name].name!r} of {stored[name].file}"
-                raise ValueError(f"{both} are both to be {name!r}; name only one of the files, or mend rename=")
+                pair = f"{entry.name!r} of {file} and {stored[name].name!r} of {stored[name].file}"
+                raise ValueError(f"{pair} are both to be {name!r}; name only one of the files, or mend rename=")
             stored[name] = entry
     return stored
 

@@ -48,7 +48,7 @@ class LayerGroup(NamedTuple):
     def layers(self, model: nn.Module) -> list[str]:
         """Names of the layers that the patterns match. Raises ValueError for a pattern without a match."""
         names = [name for name, module in model.named_modules() if can_compress(module)]
-        found: list[str] = []
+        selected: list[str] = []
         for pattern in self.modules:
             matches = [name for name in names if pattern == "*" or re.search(pattern, name)]
             excluded = self.shared.excluded_modules if self.technique == SPARSE else []
@@ -59,8 +59,8 @@ class LayerGroup(NamedTuple):
                 raise ValueError(
                     f"{self.where}.modules: no Linear, Conv1D, Conv2d or Embedding of the model has a name with {pattern!r} in it"
                 )
-            found += [name for name in matches if name not in found]
-        return found
+            selected += [name for name in matches if name not in selected]
+        return selected
 
 
 def init_compression(
@@ -202,9 +202,9 @@ def _enabler(group: LayerGroup) -> Callable[[Compressed], None]:
 
 def _snip(group: LayerGroup) -> Snip:
     shared = group.shared
-    found = re.fullmatch(r"(\d+)([x:])(\d+)", shared.block_pattern)
-    rows, columns = (int(found[1]), int(found[3])) if found else (0, 0)
-    of_row = found is not None and found[2] == ":"
+    match = re.fullmatch(r"(\d+)([x:])(\d+)", shared.block_pattern)
+    rows, columns = (int(match[1]), int(match[3])) if match else (0, 0)
+    of_row = match is not None and match[2] == ":"
     if not rows or not columns or (of_row and rows >= columns):
         raise ValueError(
             f"{group.where}: block_pattern ({shared.block_pattern!r}) must be NxM, blocks of N outputs and M inputs, or N:M: N of "
@@ -281,13 +281,13 @@ def _one_of(group: LayerGroup, name: str, value: Any, values: Any) -> None:
 
 def _related(group: LayerGroup, model: nn.Module) -> list[str]:
     """The layers that lose inputs (rows, channels) or outputs (heads) with the group's layers. Raises ValueError for none."""
-    found = []
+    related = []
     for pattern in (pattern for patterns in group.related or () for pattern in patterns):
         names = [name for name, module in model.named_modules() if can_compress(module) and re.search(pattern, name)]
         if not names:
             raise ValueError(f"{group.where}.related_modules: no layer of the model has a name with {pattern!r} in it")
-        found += names
-    return found
+        related += names
+    return related
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: str | Path | Mapping[str, Any], mpu: Any = None) -> nn.Module:
@@ -359,7 +359,7 @@ def _check_heads(group: LayerGroup, model: nn.Module, name: str, count: int) -> 
 
 def _dealt(chosen: list[tuple[str, Tensor | None]], related: list[str]) -> list[list[str]]:
     """The related layers of each layer: those that share most of its name, equally many for each."""
-    each = len(related) // len(chosen)
+    num_related = len(related) // len(chosen)
     left, dealt = list(related), []
     for name, _ in chosen:
         parts = name.split(".")
@@ -367,7 +367,7 @@ def _dealt(chosen: list[tuple[str, Tensor | None]], related: list[str]) -> list[
         def shared(other: str, parts: list[str] = parts) -> int:
             return next((i for i, (a, b) in enumerate(zip(parts, other.split("."), strict=False)) if a != b), len(parts))
 
-        nearest = sorted(left, key=shared, reverse=True)[:each]
+        nearest = sorted(left, key=shared, reverse=True)[:num_related]
         dealt.append(nearest)
         left = [other for other in left if other not in nearest]
     return dealt
@@ -399,17 +399,17 @@ def student_initialization(student: nn.Module, teacher: nn.Module, deepspeed_con
         )
     pairs = [(f"{prefix}.{i}", f"{prefix}.{layer}") for i, layer in enumerate(chosen)]
     pairs += [(name, name) for name in reduction.other_module_name]
-    found = [(own, theirs, _submodule(student, own, "student"), _submodule(teacher, theirs, "teacher")) for own, theirs in pairs]
-    for own, theirs, mine, other in found:
-        shapes = [{name: tuple(value.shape) for name, value in module.state_dict().items()} for module in (mine, other)]
+    copies = [(own, theirs, _submodule(student, own, "student"), _submodule(teacher, theirs, "teacher")) for own, theirs in pairs]
+    for own, theirs, target, source in copies:
+        shapes = [{name: tuple(value.shape) for name, value in module.state_dict().items()} for module in (target, source)]
         if shapes[0] != shapes[1]:
             name = next(name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name))
             raise ValueError(
                 f"{BLOCK}.layer_reduction: {own}.{name} of the student has shape {shapes[0].get(name)}, and {theirs}.{name} of the "
                 f"teacher {shapes[1].get(name)}: the teacher does not fit"
             )
-    for _, _, mine, other in found:
-        mine.load_state_dict(other.state_dict())
+    for _, _, target, source in copies:
+        target.load_state_dict(source.state_dict())
     return student
 
 
@@ -422,8 +422,8 @@ def _submodule(model: nn.Module, name: str, which: str) -> nn.Module:
 
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
     """Replace modules of transformers' Conv1D by nn.Linear of the same values. Returns the model."""
-    found: list[tuple[str, Any]] = [(name, module) for name, module in model.named_modules() if isinstance(module, convert_type)]
-    for name, module in found:
+    replaced: list[tuple[str, Any]] = [(name, module) for name, module in model.named_modules() if isinstance(module, convert_type)]
+    for name, module in replaced:
         weight, bias = module.weight, getattr(module, "bias", None)
         linear = nn.Linear(weight.shape[0], weight.shape[1], bias=bias is not None, device="meta")
         linear.weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)

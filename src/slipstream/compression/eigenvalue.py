@@ -39,10 +39,10 @@ class Eigenvalue:
     def get_layers(self, module: nn.Module) -> list[nn.Module]:
         """The blocks. Raises ValueError if the model has none under the name, or too few."""
         try:
-            found = module.get_submodule(self.layer_name)
+            stack = module.get_submodule(self.layer_name)
         except AttributeError:
-            found = None
-        blocks = list(found) if isinstance(found, (nn.ModuleList, nn.Sequential)) else []
+            stack = None
+        blocks = list(stack) if isinstance(stack, (nn.ModuleList, nn.Sequential)) else []
         if not blocks or len(blocks) < self.layer_num:
             lists = [name for name, each in module.named_modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
             raise ValueError(
@@ -66,8 +66,8 @@ class Eigenvalue:
         with torch._C.DisableTorchFunctionSubclass():  # stage 3's parameters stay unchanged
             own = [[param for param in block.parameters() if param.requires_grad] for block in blocks]
             every = list({id(param): param for params in own for param in params}.values())
-            found = torch.autograd.grad(loss, every, create_graph=True, allow_unused=True)
-            grads = {id(p): grad for p, grad in zip(every, found, strict=True) if grad is not None and grad.requires_grad}
+            derivatives = torch.autograd.grad(loss, every, create_graph=True, allow_unused=True)
+            grads = {id(p): grad for p, grad in zip(every, derivatives, strict=True) if grad is not None and grad.requires_grad}
             pairs = [[(grads[id(p)], p) for p in params if id(p) in grads] for params in own]
             return self.post_process([self._largest(pair, mean) for pair in pairs])
 

@@ -62,7 +62,7 @@ def fitted_config(model: Any) -> Any:
     pairs = sorted({pair for shapes in misfits.values() for pair in zip(*shapes, strict=True) if pair[0] != pair[1]})
     for changes in itertools.product(*(_changes(model.config, *pair) for pair in pairs)):
         config = copy.deepcopy(model.config)
-        for name, value in (item for each in changes for item in each.items()):
+        for name, value in (item for change in changes for item in change.items()):
             setattr(config, name, value)
         if not _misfits(model, config):
             return config
@@ -80,8 +80,8 @@ def _changes(config: Any, old: int, new: int) -> Iterator[dict[str, int]]:
             yield {name: new}
     size, hidden = getattr(config, "head_dim", None), getattr(config, "hidden_size", 0)
     if size and old == size * config.num_attention_heads and new % size == 0 and hidden % (heads := new // size) == 0:
-        both = {"num_attention_heads": heads}
-        yield both | ({"num_key_value_heads": heads} if hasattr(config, "num_key_value_heads") else {})
+        changes = {"num_attention_heads": heads}
+        yield changes | ({"num_key_value_heads": heads} if hasattr(config, "num_key_value_heads") else {})
 
 
 def _misfits(model: Any, config: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -95,6 +95,6 @@ def _blank(model: Any, config: Any) -> dict[str, tuple[int, ...]]:
     """Names and shapes in the state of the model that transformers builds; transposed layers have no shape."""
     with torch.device("meta"):
         built = type(model)(config)
-    theirs = dict(built.named_modules())
-    swapped = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not isinstance(theirs.get(n, m), nn.Linear)]
+    modules = dict(built.named_modules())
+    swapped = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not isinstance(modules.get(n, m), nn.Linear)]
     return {name: tuple(value.shape) for name, value in built.state_dict().items() if name.rpartition(".")[0] not in swapped}

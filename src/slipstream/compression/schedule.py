@@ -26,19 +26,19 @@ class Bits:
 
     def losses(self, factors: Sequence[int] = ()) -> list[int]:
         """The steps at which a bit is lost."""
-        found, after = [], self.period
+        steps, delay = [], self.period
         for i in range(self.start - self.target):
-            found.append(self.offset + after)
-            after *= 2 * (factors[i] if factors else 1)
-        return found
+            steps.append(self.offset + delay)
+            delay *= 2 * (factors[i] if factors else 1)
+        return steps
 
     def at(self, step: int, factors: Sequence[int] = ()) -> tuple[int, float] | None:
         """(bits, share of the exact weight) at this step; None before the offset."""
         if step < self.offset:
             return None
-        made = [due for due in self.losses(factors) if due <= step]
-        since = step - (made[-1] if made else self.offset)
-        return self.start - len(made), max(0.0, 1.0 - self.mixed * since) if self.mixed else 0.0
+        losses = [due for due in self.losses(factors) if due <= step]
+        since = step - (losses[-1] if losses else self.offset)
+        return self.start - len(losses), max(0.0, 1.0 - self.mixed * since) if self.mixed else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +77,8 @@ class Scheduled:
 
     @property
     def factors(self) -> list[int]:
-        found: list[int] = [] if self.layer is None else self.layer.get_buffer("period_factors").tolist()
-        return found
+        factors: list[int] = [] if self.layer is None else self.layer.get_buffer("period_factors").tolist()
+        return factors
 
     def tick(self, step: int) -> None:
         self.now.copy_(torch.tensor(self.bits.at(step, self.factors) or (0.0, 0.0)))

@@ -37,13 +37,13 @@ _OF_TORCH = {torch.uint8: 1, torch.int8: 2, torch.int16: 3, torch.int32: 4, torc
 def code(dtype: Any) -> int:
     """The code of a numpy or torch dtype. Raises ValueError for a dtype without a code."""
     if isinstance(dtype, torch.dtype):
-        found = _OF_TORCH.get(dtype)
+        number_of_code = _OF_TORCH.get(dtype)
     else:
-        found = next((number for number, known in DTYPES.items() if np.dtype(known) == np.dtype(dtype)), None)
-    if found is None:
+        number_of_code = next((number for number, known in DTYPES.items() if np.dtype(known) == np.dtype(dtype)), None)
+    if number_of_code is None:
         name = dtype if isinstance(dtype, torch.dtype) else np.dtype(dtype)
         raise ValueError(f"{name} has no code in an .idx file: use one of {', '.join(kind.__name__ for kind in DTYPES.values())}")
-    return found
+    return number_of_code
 
 
 def find_fit_int_dtype(min_value: int, max_value: int) -> type[np.generic]:

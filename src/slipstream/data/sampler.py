@@ -170,14 +170,14 @@ class CurriculumOrder:
         return CurriculumPlace(state["position"], state["consumed_samples"])
 
     def _none(self, step: int, limits: tuple[Any, ...]) -> str:
-        found = [
+        reasons = [
             f"{name} at most {self.difficulties(step)[name]} (the easiest sample has {metric.level.min()})"
             if metric.share is None
             else f"{name} in the first {limit + 1} samples"
             for (name, metric), limit in zip(self.metrics.items(), limits, strict=True)
             if metric.level is not None
         ]
-        return f"{_KEYS}: no sample of {self.count} is eligible in step {step}: {' and '.join(found)}; raise min_difficulty"
+        return f"{_KEYS}: no sample of {self.count} is eligible in step {step}: {' and '.join(reasons)}; raise min_difficulty"
 
 
 @dataclass(eq=False)

@@ -209,14 +209,14 @@ def fuse_layers(model: nn.Module, *, attention: bool = True) -> nn.Module:
     attention: compute attention with dropout and masks in one kernel, if the model uses transformers' "eager" or "sdpa". Raises
     ValueError for a model without such layers, before it is changed.
     """
-    found = [(module, mixin) for module in model.modules() if (mixin := _mixin_of(module)) is not None]
-    if not found and not any(isinstance(module, Fused) for module in model.modules()):
+    layers = [(module, mixin) for module in model.modules() if (mixin := _mixin_of(module)) is not None]
+    if not layers and not any(isinstance(module, Fused) for module in model.modules()):
         names = ", ".join(sorted({*_ENCODERS, *_DECODERS, *_MIXTURES}))
         raise ValueError(
             f"fused_layers: {type(model).__name__} has no layers that can be fused; models of transformers of these families have:"
             f" {names}. Drop the option, or build the model of slipstream.ops.fused"
         )
-    for module, mixin in found:
+    for module, mixin in layers:
         module.__class__ = class_before(mixin, type(module))
     if attention:
         _use_dense_attention(model)

@@ -43,8 +43,8 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], bias: Tenso
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if bias is not None and (bias.shape, bias.dtype, bias.device) != (weight.shape[:2], x.dtype, x.device):
-        found, wanted = f"{list(bias.shape)} of {bias.dtype}", f"{list(weight.shape[:2])} of {x.dtype}"
-        raise ValueError(f"the bias of experts is {found} on {bias.device}; it must be {wanted} on {x.device}, as their rows")
+        actual, wanted = f"{list(bias.shape)} of {bias.dtype}", f"{list(weight.shape[:2])} of {x.dtype}"
+        raise ValueError(f"the bias of experts is {actual} on {bias.device}; it must be {wanted} on {x.device}, as their rows")
     out: Tensor = _Grouped.apply(x, weight, bias, tuple(counts))
     return out
 

@@ -37,12 +37,12 @@ class ExpertLoad(NamedTuple):
 
     def __str__(self) -> str:
         routes = sorted(self.routes)
-        each = " ".join(map(str, self.routes))
+        shown = " ".join(map(str, self.routes))
         if len(routes) > _MOST_EXPERTS:
-            each = f"{routes[0]} to {routes[-1]}, half of the experts {routes[len(routes) // 4]} to {routes[len(routes) * 3 // 4]}"
+            shown = f"{routes[0]} to {routes[-1]}, half of the experts {routes[len(routes) // 4]} to {routes[len(routes) * 3 // 4]}"
         loss = "" if self.loss is None else f", auxiliary loss {self.loss:.4g}"
         lost = f", NaN or infinite logits for {self.lost} tokens" if self.lost else ""
-        return f"max over mean {self.peak:.2f}, dropped {self.dropped:.2%}{loss}{lost}, routes {each}"
+        return f"max over mean {self.peak:.2f}, dropped {self.dropped:.2%}{loss}{lost}, routes {shown}"
 
 
 class LoadMeter:

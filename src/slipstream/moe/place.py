@@ -167,12 +167,12 @@ def _check_preset(model: nn.Module, plan: ExpertPlan, layers: Sequence[_RoutedLa
     if plan.preset is None:
         return
     types, config = _PRESETS[plan.preset], getattr(model, "config", None)
-    found = [*model_types(config), *model_types(getattr(config, "text_config", None))]
+    model_kinds = [*model_types(config), *model_types(getattr(config, "text_config", None))]
     other = next((layer.name for layer in layers if not _OF_PRESETS.search(layer.name)), None)
     text = ""
-    if found and not set(types) & set(found):
-        text = f"is for models of type {' or '.join(types)}, and this {type(model).__name__} is of type {found[0]}"
-    elif not found and other is not None and plan.layer_pattern is None:
+    if model_kinds and not set(types) & set(model_kinds):
+        text = f"is for models of type {' or '.join(types)}, and this {type(model).__name__} is of type {model_kinds[0]}"
+    elif not model_kinds and other is not None and plan.layer_pattern is None:
         text = f"is for experts named layers.N.mlp.experts, and this {type(model).__name__}, which has no type, has {other!r}"
     if text:
         raise ValueError(f"expert_parallel.preset_model {plan.preset!r} {text}: drop the key, and experts are found by their class")

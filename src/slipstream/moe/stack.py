@@ -69,10 +69,10 @@ class ExpertStack(nn.Module):
         self._count(counts if self.is_grouped else None)
         if self.is_grouped:
             return first_of(self.expert(rows))  # Megatron's layers also return their bias
-        each = {name: self.expert.get_parameter(name).unbind(0) for name in self.names}
+        params = {name: self.expert.get_parameter(name).unbind(0) for name in self.names}
         outs = []
         for i, part in enumerate(rows.split(list(counts))):  # also experts without rows: their gradients are zeros
-            outs.append(first_of(functional_call(self.expert, {name: values[i] for name, values in each.items()}, (part,))))
+            outs.append(first_of(functional_call(self.expert, {name: values[i] for name, values in params.items()}, (part,))))
         return torch.cat(outs)
 
     def _count(self, counts: Sequence[int] | None) -> None:

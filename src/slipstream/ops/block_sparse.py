@@ -171,8 +171,8 @@ def _forward(
     table, settings = _Tiles(tiles, panels, layouts), (scale, dropout, causal)
     if layouts.dim() == 2:
         kernels: Any = gpu.module("sparse")
-        found: tuple[Tensor, Tensor] = kernels.forward(q, k, v, _scores(_Added(bias, key_bias, spans), table, settings, seed))
-        return found
+        by_triton: tuple[Tensor, Tensor] = kernels.forward(q, k, v, _scores(_Added(bias, key_bias, spans), table, settings, seed))
+        return by_triton
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     heads = {"q": q, "k": k, "v": v, "o": out}
     _run(0, heads, table, settings, seed, lse=lse, bias=bias, key_bias=key_bias, spans=spans)
@@ -419,10 +419,10 @@ def _twin(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, ad
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     if len(layout.blocks) == 1:
         return _twin_heads(q, k, v, layout.blocks[0], layout, scale, added, dropout)
-    each = [slice(head, head + 1) for head in range(q.shape[1])]
+    heads = [slice(head, head + 1) for head in range(q.shape[1])]
     parts = [
         _twin_heads(q[:, h], k[:, h], v[:, h], rows, layout, scale, added.of_head(h), dropout)
-        for h, rows in zip(each, layout.blocks, strict=True)
+        for h, rows in zip(heads, layout.blocks, strict=True)
     ]
     return torch.cat(parts, 1)
 

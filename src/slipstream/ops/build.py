@@ -143,10 +143,10 @@ def kernels() -> ctypes.CDLL:
 def function(name: str, result: Any, *arguments: Any) -> Any:
     """A function of the library with the types of its result and arguments; None without a library."""
     library = load().kernels
-    found = None if library is None else getattr(library, name)
-    if found is not None:
-        found.restype, found.argtypes = result, arguments
-    return found
+    symbol = None if library is None else getattr(library, name)
+    if symbol is not None:
+        symbol.restype, symbol.argtypes = result, arguments
+    return symbol
 
 
 def _build_now(cached: Path, compiler: list[str]) -> Library:

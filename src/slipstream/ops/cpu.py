@@ -61,23 +61,23 @@ _KERNELS: dict[str, tuple[Any, ...]] = {  # name -> types of result and argument
 @functools.cache
 def _kernels() -> Any:
     """The native kernels by name, as attributes; None without a library."""
-    found = {name: build.function(f"slipstream_{name}", *types) for name, types in _KERNELS.items()}
-    return None if None in found.values() else SimpleNamespace(**found)
+    kernels = {name: build.function(f"slipstream_{name}", *types) for name, types in _KERNELS.items()}
+    return None if None in kernels.values() else SimpleNamespace(**kernels)
 
 
 def report() -> list[OpReport]:
     """The implementation of each op on CPU tensors, and the reason for it. Compiles the kernels if necessary."""
-    reason, found = build.load().reason, build.function("slipstream_kernels_isa", ctypes.c_char_p)
-    native = "torch" if found is None else f"native {found().decode()}"
+    reason, isa_function = build.load().reason, build.function("slipstream_kernels_isa", ctypes.c_char_p)
+    native = "torch" if isa_function is None else f"native {isa_function().decode()}"
     names = ("sum_ranks", "adamw", "lion", "sgd", "adagrad", "lamb", *list(_KERNELS)[2:])
-    others = {"decoder": f"native {isa()}", "words": "native"} if found else dict.fromkeys(("decoder", "words"), "torch")
+    others = {"decoder": f"native {isa()}", "words": "native"} if isa_function else dict.fromkeys(("decoder", "words"), "torch")
     return [OpReport(name, kernels, reason) for name, kernels in (dict.fromkeys(names, native) | others).items()]
 
 
 def isa() -> str:
     """The native code's instruction set: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable"; "" without native code."""
-    found = build.function("slipstream_isa", ctypes.c_char_p)
-    return "" if found is None else str(found().decode())
+    isa_function = build.function("slipstream_isa", ctypes.c_char_p)
+    return "" if isa_function is None else str(isa_function().decode())
 
 
 def use_isa(name: str) -> bool:

@@ -80,8 +80,8 @@ def _run(
 ) -> dict[str, Tensor]:
     """Run a pass over all rows, in threads. sums: column gradients and whether they are wanted; returns those, fp32 [columns]."""
     if (kernels := _kernels(x)) is not None:
-        found: dict[str, Tensor] = kernels.run(which, rows, x, arrays, sums, numbers)
-        return found
+        by_triton: dict[str, Tensor] = kernels.run(which, rows, x, arrays, sums, numbers)
+        return by_triton
     native: Any = _native()
     columns = int(numbers["columns"])
     wanted = [name for name, is_wanted in sums.items() if is_wanted]
@@ -229,8 +229,8 @@ def _sum_backward(
     arrays |= {"shift": _column(shift), "inverse_weight": inverse}
     sums = {"dbias": call.has_bias, "dweight": norm != "none", "dshift": norm != "none" and shift is not None}
     numbers = {"columns": saved.shape[1], "eps": call.eps, "least": _least(call.dropout), "seed": call.seed}
-    found = _run(_ADD_NORM_BACKWARD, len(saved), saved, arrays, sums, kind=NORMS[norm], **numbers)
-    return _SumGrads(d_sum if dx is None else dx, d_sum, *(found.get(name) for name in ("dbias", "dweight", "dshift")))
+    column_grads = _run(_ADD_NORM_BACKWARD, len(saved), saved, arrays, sums, kind=NORMS[norm], **numbers)
+    return _SumGrads(d_sum if dx is None else dx, d_sum, *(column_grads.get(name) for name in ("dbias", "dweight", "dshift")))
 
 
 def _through(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor) -> tuple[Tensor, list[Any]]:
@@ -238,8 +238,8 @@ def _through(function: Callable[..., Tensor], inputs: Sequence[Tensor | None], g
     with torch.enable_grad():
         leaves = [None if each is None else each.detach().float().requires_grad_() for each in inputs]
         out = function(*leaves)
-    found = iter(torch.autograd.grad(out, [each for each in leaves if each is not None], grad.float()))
-    return out.detach(), [None if each is None else next(found) for each in leaves]
+    grads = iter(torch.autograd.grad(out, [each for each in leaves if each is not None], grad.float()))
+    return out.detach(), [None if each is None else next(grads) for each in leaves]
 
 
 def _sum_backward_torch(
@@ -282,12 +282,12 @@ class _AddNorm(torch.autograd.Function):
         sum_grad, grad = (None if each is None else each.contiguous() for each in (sum_grad, grad))
         if ctx.call.norm == "none":
             saved = sum_grad
-        found = _sum_backward(saved, stats, weight, shift, grad, sum_grad, ctx.call)
+        input_grads = _sum_backward(saved, stats, weight, shift, grad, sum_grad, ctx.call)
         columns = [
             None if each is None else each.to(dtype)
-            for each, dtype in zip((found.bias, found.weight, found.shift), ctx.dtypes, strict=True)
+            for each, dtype in zip((input_grads.bias, input_grads.weight, input_grads.shift), ctx.dtypes, strict=True)
         ]
-        return found.x, columns[0], found.residual if ctx.call.has_residual else None, columns[1], columns[2], None
+        return input_grads.x, columns[0], input_grads.residual if ctx.call.has_residual else None, columns[1], columns[2], None
 
 
 def _may_invert(weight: Tensor, shift: Tensor | None) -> bool:
@@ -340,8 +340,8 @@ def add_norm(
     if norm == "none" and not (dropout or flags[0] or flags[1]):
         return x, x
     flat = None if residual is None else residual.reshape(-1, columns).contiguous()
-    found = _AddNorm.apply(x.reshape(-1, columns).contiguous(), bias, flat, weight, shift, call)
-    total, out = found if isinstance(found, tuple) else (x if norm != "none" else found, found)
+    results = _AddNorm.apply(x.reshape(-1, columns).contiguous(), bias, flat, weight, shift, call)
+    total, out = results if isinstance(results, tuple) else (x if norm != "none" else results, results)
     return total.view(x.shape), out.view(x.shape)
 
 
@@ -404,8 +404,8 @@ def activation(x: Tensor, kind: Activation, *, bias: Tensor | None = None, up: T
     if kind not in ACTIVATIONS:
         raise ValueError(f"activation {kind!r} is none of {', '.join(ACTIVATIONS)}")
     if (bias is not None and bias.shape != x.shape[-1:]) or (up is not None and (up.shape, up.dtype) != (x.shape, x.dtype)):
-        told = [None if each is None else (tuple(each.shape), each.dtype) for each in (x, bias, up)]
-        raise ValueError(f"x, bias and up are {told}; bias must have x's last dimension, and up its shape and dtype")
+        shapes = [None if each is None else (tuple(each.shape), each.dtype) for each in (x, bias, up)]
+        raise ValueError(f"x, bias and up are {shapes}; bias must have x's last dimension, and up its shape and dtype")
     flat = None if up is None else up.reshape(-1, x.shape[-1]).contiguous()
     out: Tensor = _Activation.apply(x.reshape(-1, x.shape[-1]).contiguous(), bias, flat, kind)
     return out.view(x.shape)

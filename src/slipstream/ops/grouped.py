@@ -42,8 +42,8 @@ class _GroupedProduct(ctypes.Structure):
 @functools.cache
 def _native() -> int:
     """The address of the kernel; 0 without a library."""
-    found = build.function("slipstream_grouped", None, ctypes.c_void_p)
-    return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
+    kernel = build.function("slipstream_grouped", None, ctypes.c_void_p)
+    return 0 if kernel is None else ctypes.cast(kernel, ctypes.c_void_p).value or 0
 
 
 @functools.cache

@@ -47,17 +47,17 @@ class Way(NamedTuple):
 def ways() -> Mapping[torch.dtype, Way]:
     """The dtypes whose products another way computes faster than torch on this processor."""
     has = frozenset(host.processor().get("flags", "").split())  # on x86; else empty
-    found = dict[torch.dtype, Way]()
+    faster = dict[torch.dtype, Way]()
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     if wide and torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise") and not host.is_intel():
-        found[torch.float32] = Way("oneDNN", 8, _by_onednn)
+        faster[torch.float32] = Way("oneDNN", 8, _by_onednn)
     if has and not has & {"amx_bf16", "avx512_bf16"}:
-        found[torch.bfloat16] = Way("fp32", 8, _by_fp32)
+        faster[torch.bfloat16] = Way("fp32", 8, _by_fp32)
     elif has and "amx_bf16" not in has and host.is_intel():  # [Note: Pairs of bf16]
-        found[torch.bfloat16] = Way("fp32", 64, _by_fp32)
+        faster[torch.bfloat16] = Way("fp32", 64, _by_fp32)
     if has and not has & {"amx_fp16", "avx512_fp16"}:
-        found[torch.float16] = Way("fp32", 8, _by_fp32)
-    return found
+        faster[torch.float16] = Way("fp32", 8, _by_fp32)
+    return faster
 
 
 def use(faster: bool, dtypes: Iterable[torch.dtype | None] = (torch.float32, torch.bfloat16, torch.float16)) -> bool:

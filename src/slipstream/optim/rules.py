@@ -123,9 +123,9 @@ def lamb(
 def summed(squares: Squares, axes: Sequence[Axis]) -> Squares:
     """The two squares, summed over the ranks of each axis, as numbers or tensors like the inputs. Collective."""
     for axis in axes:
-        both = torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in squares])
-        sum_over(both, axis)
-        squares = (both[0], both[1]) if isinstance(squares[0], Tensor) else (float(both[0]), float(both[1]))
+        sums = torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in squares])
+        sum_over(sums, axis)
+        squares = (sums[0], sums[1]) if isinstance(squares[0], Tensor) else (float(sums[0]), float(sums[1]))
     return squares
 
 

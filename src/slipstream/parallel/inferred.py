@@ -95,8 +95,8 @@ def example_inputs(model: nn.Module) -> dict[str, Any] | None:
         ids = torch.randint(tokens, (1, _NUM_TOKENS), generator=chance).to(device)
         if isinstance(end := getattr(config, "eos_token_id", None), int) and 0 <= end < tokens:
             ids[0, -1] = end
-        found = {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
-        return found | ({"use_cache": False} if hasattr(config, "use_cache") else {})
+        inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
+        return inputs | ({"use_cache": False} if hasattr(config, "use_cache") else {})
     bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     if main == "input_features" and isinstance(tokens, int) and isinstance(bins, int) and isinstance(frames, int):
         sound = torch.randn(1, bins, 2 * frames, generator=chance).to(device, next(model.parameters()).dtype)
@@ -172,16 +172,16 @@ def _specs(model: nn.Module, trace: _Trace, named: Mapping[str, Sequence[str]], 
         if idle := [end for end in ends if not any(_is_named(row, (end,)) for row in rows)]:
             raise ValueError(f"injection_policy: {kind.__name__}: the input of {', '.join(idle)} depends on no other linear layer")
         for region in regions:
-            found = _checked(block, region, axis, config)
-            if found is None and (wanted := [row for row in region.rows if _is_named(row, ends)]):
+            cuts = _checked(block, region, axis, config)
+            if cuts is None and (wanted := [row for row in region.rows if _is_named(row, ends)]):
                 raise ValueError(
                     f"injection_policy: {kind.__name__} cannot be cut between {', '.join(region.columns)} and {', '.join(wanted)} "
                     f"over {axis.size} ranks: the sum of the shares is not the layer's output"
                 )
-            if found is None:
+            if cuts is None:
                 logger.warning("%s: %s of %s stay whole", type(model).__name__, ", ".join(region.columns), kind.__name__)
                 continue
-            specs += [spec | {"patterns": [_pattern(block.names, trace.blocks, name)]} for name, spec in found.items()]
+            specs += [spec | {"patterns": [_pattern(block.names, trace.blocks, name)]} for name, spec in cuts.items()]
     return specs
 
 
@@ -395,12 +395,12 @@ def _fits(
 
 def _outputs(module: nn.Module, block: _Block, rows: Sequence[str]) -> dict[str, Tensor] | None:
     """The outputs of a block's row layers in fp32; None if the block fails."""
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, output: Tensor) -> None:
-            found[name] = output
-            if len(found) == len(rows):
+            outputs[name] = output
+            if len(outputs) == len(rows):
                 raise _RowsSeenError
 
         return hook
@@ -416,7 +416,7 @@ def _outputs(module: nn.Module, block: _Block, rows: Sequence[str]) -> dict[str,
     try:
         module(*inputs, **options)
     except _RowsSeenError:
-        return found
+        return outputs
     except Exception:  # a block with fewer heads than it was built for may fail in any way
         return None
     finally:

@@ -101,6 +101,6 @@ def sequence_mean(total: Tensor, count: Tensor, exchange: Exchange, divisor: Ten
     The engine averages gradients over data and sequence ranks, while this mean sums over sequence ranks, so the backward multiplies
     by P. Without any counted token, the loss is 0.
     """
-    both = exchange.sum(torch.stack([total.detach().double(), count.double()]))  # fp64: bf16 has no exact counts above 256
-    tokens = both[1].clamp(min=1) if divisor is None else divisor
-    return dual(total, lambda x: (both[0] / tokens).to(x), lambda grad: (grad * (exchange.axis.size / tokens)).to(grad))
+    sums = exchange.sum(torch.stack([total.detach().double(), count.double()]))  # fp64: bf16 has no exact counts above 256
+    tokens = sums[1].clamp(min=1) if divisor is None else divisor
+    return dual(total, lambda x: (sums[0] / tokens).to(x), lambda grad: (grad * (exchange.axis.size / tokens)).to(grad))

@@ -132,18 +132,18 @@ class PackedMatrix(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: list[str]) -> None:
         missing, unexpected, errors = lists
-        found = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        mine = self._rows()
-        missing += [prefix + name for name in mine if name not in found]
-        unexpected += [prefix + name for name in found if name not in mine and strict]
-        for name in [name for name in mine if name in found]:
-            wanted, given = (f"{part.dtype} {list(part.shape)}" for part in (mine[name], found[name]))
+        saved = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        rows = self._rows()
+        missing += [prefix + name for name in rows if name not in saved]
+        unexpected += [prefix + name for name in saved if name not in rows and strict]
+        for name in [name for name in rows if name in saved]:
+            wanted, given = (f"{part.dtype} {list(part.shape)}" for part in (rows[name], saved[name]))
             if wanted != given:
                 errors.append(
                     f"{prefix}{name} is {given}, and here {wanted}: quantize to the dtype and block that it was saved with"
                 )
-        if not errors and mine.keys() <= found.keys():
-            parts = [found[name].to(self.codes.device, copy=True) for name in mine]
+        if not errors and rows.keys() <= saved.keys():
+            parts = [saved[name].to(self.codes.device, copy=True) for name in rows]
             self._put(parts[0] if self.form is None else self.form(*parts))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def quantize_by_rules(model: nn.Module, rules: Rules, dtype: torch.dtype, is_unr
 
 
 def _text_of(name: str, rules: Rules) -> str | None:
-    found = [text for text in rules if text and text in name]
-    if len(found) > 1:
-        raise ValueError(f"weight_quantization.post_init_quant: the name of layer {name!r} has {found}; leave one in it")
-    return found[0] if found else "" if "" in rules else None
+    matches = [text for text in rules if text and text in name]
+    if len(matches) > 1:
+        raise ValueError(f"weight_quantization.post_init_quant: the name of layer {name!r} has {matches}; leave one in it")
+    return matches[0] if matches else "" if "" in rules else None

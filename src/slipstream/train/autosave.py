@@ -228,8 +228,8 @@ class _Handler:
 
     @staticmethod
     def join(engine: Autosave, number: int) -> _Handler:
-        now = signal.getsignal(number)
-        handler = now if isinstance(now, _Handler) else _Handler(number)
+        installed = signal.getsignal(number)
+        handler = installed if isinstance(installed, _Handler) else _Handler(number)
         handler.engines.append(engine)
         return handler
 
@@ -253,8 +253,8 @@ class _Handler:
 
     def leave(self, engine: Autosave) -> None:
         self.engines.remove(engine)
-        now: Any = signal.getsignal(self.number)
-        if not self.engines and now is self:
+        installed: Any = signal.getsignal(self.number)
+        if not self.engines and installed is self:
             signal.signal(self.number, self.before)
 
 

@@ -390,16 +390,16 @@ def _facts(
 
 def _sizes(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes of axes that the model and the mpu ask for. Raises ValueError if they ask for different ones."""
-    asked = [("tp_model_init", wanted_size(model)), ("the mpu or mesh_param", sizes)]
+    requests = [("tp_model_init", wanted_size(model)), ("the mpu or mesh_param", sizes)]
     if isinstance(model, PipelineModule | PipelinedDecoder):
-        asked.insert(0, ("the pipeline module", {"pp": model.num_ranks}))
+        requests.insert(0, ("the pipeline module", {"pp": model.num_ranks}))
     if _has_model_axis(model):
-        asked.insert(0, ("the pipeline module's topology", {"tp": model.topology().get_dim("model")}))
-    places, stated = zip(*asked, strict=True)
-    if found := conflict(places, stated):
-        axis, first, usual, other, size = found
+        requests.insert(0, ("the pipeline module's topology", {"tp": model.topology().get_dim("model")}))
+    places, stated = zip(*requests, strict=True)
+    if differing := conflict(places, stated):
+        axis, first, usual, other, size = differing
         raise ValueError(f"{other} asks for {axis} {size}, and {first} for {usual}; make them equal, or drop one")
-    return {axis: size for each in stated for axis, size in each.items()}
+    return {axis: size for stated_sizes in stated for axis, size in stated_sizes.items()}
 
 
 def _is_on(param: Tensor, axis: str) -> bool:

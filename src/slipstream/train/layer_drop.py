@@ -96,20 +96,20 @@ class LayerDrop(ProgressiveLayerDrop):
         stacks: dict[str, list[str]] = {}
         for name in params:
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
-        here, kept = dict(model.named_modules()), list[str]()
+        modules, never_dropped = dict(model.named_modules()), list[str]()
         for number, name in enumerate(params, 1):
             stack = stacks[name.rpartition(".")[0]]
-            makes = any(params[name] > params[other] for other in stack)
-            if makes:
-                kept.append(name)
-            if (block := here.get(name)) is not None:
-                self.blocks[block] = number, 0.0 if makes else (stack.index(name) + 1) / len(stack)
+            computes_more = any(params[name] > params[other] for other in stack)
+            if computes_more:
+                never_dropped.append(name)
+            if (block := modules.get(name)) is not None:
+                self.blocks[block] = number, 0.0 if computes_more else (stack.index(name) + 1) / len(stack)
                 wrap(block, self.call)
-        if kept:
+        if never_dropped:
             logger.warning(
                 "progressive_layer_drop never drops %s: they have parameters that other blocks of their stack lack, by which they "
                 "may make what later blocks take",
-                ", ".join(kept),
+                ", ".join(never_dropped),
             )
 
     def call(self, block: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,19 +120,19 @@ class LayerDrop(ProgressiveLayerDrop):
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         if block in self.dropped:
             return self._like_output(type(block), x, given, partial(run, *args, **kwargs))
-        beside = [value for value in given.values() if isinstance(value, Tensor) and value is not x]
-        looks = type(block) not in self.checked and isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
-        x, args, kwargs = _viewed(x, args, kwargs) if looks else (x, args, kwargs)
+        further = [value for value in given.values() if isinstance(value, Tensor) and value is not x]
+        checks = type(block) not in self.checked and isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+        x, args, kwargs = _viewed(x, args, kwargs) if checks else (x, args, kwargs)
         output = run(*args, **kwargs)
         changed = first_of(output)
         if not isinstance(x, Tensor) or not isinstance(changed, Tensor) or changed.shape != x.shape:
             raise TypeError(_NO_RESIDUAL.format(type(block).__name__))
-        if looks:
+        if checks:
             self.checked.add(type(block))
             _check_residual(type(block), x, changed)
         # a block that is never dropped computes further outputs for others, so it does not show what the others return
-        made = self._others(type(block)).see(output, given) if self.blocks[block][1] else []
-        self._check_others(beside, made, type(block).__name__)
+        computed = self._others(type(block)).see(output, given) if self.blocks[block][1] else []
+        self._check_others(further, computed, type(block).__name__)
         probability = self.keep_probability(block)
         if probability == 1.0:
             return output
@@ -232,9 +232,9 @@ def _reaches(output: Any, goal: Any, passes: Callable[[str], Any]) -> bool:
 
     Steps written in Python hide what they do (recompute, fused layers) and pass.
     """
-    found, seen = [(output, False)], set()
-    while found:
-        node, has_sum = found.pop()
+    waiting, seen = [(output, False)], set()
+    while waiting:
+        node, has_sum = waiting.pop()
         if node is goal and has_sum:
             return True
         if node is None or node is goal or (node, has_sum) in seen:
@@ -243,7 +243,7 @@ def _reaches(output: Any, goal: Any, passes: Callable[[str], Any]) -> bool:
         hidden = isinstance(node, torch.autograd.function.BackwardCFunction)
         if hidden or passes(node.name()):
             is_sum = hidden or node.name().startswith("AddBackward")
-            found += [(following, has_sum or is_sum) for following, _ in node.next_functions]
+            waiting += [(following, has_sum or is_sum) for following, _ in node.next_functions]
     return False
 
 

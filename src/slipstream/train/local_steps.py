@@ -201,9 +201,9 @@ class LocalSteps:
         """Step the anchors by the differences in flight, and move the masters with them."""
         self.states.settle()
         for unit, flight in self._flights.items():
-            moved = unit.master.whole().to(self.states.device).float() - flight.outer.anchor.whole().to(self.states.device)
+            since_anchor = unit.master.whole().to(self.states.device).float() - flight.outer.anchor.whole().to(self.states.device)
             self._step(flight.outer, flight)
-            unit.master.put(0, flight.outer.anchor.whole().to(self.states.device) + (moved + flight.difference))
+            unit.master.put(0, flight.outer.anchor.whole().to(self.states.device) + (since_anchor + flight.difference))
         self._flights.clear()
         spread_weights(self.states)
 
@@ -227,8 +227,8 @@ class LocalSteps:
             )
         if finite.all():
             return finite
-        lost = [i for i, is_finite in enumerate(finite.tolist()) if not is_finite]
-        log.warning("round %d: weights of replicas %s are not finite; they go on from the mean of the others", self.rounds, lost)
+        failed = [i for i, is_finite in enumerate(finite.tolist()) if not is_finite]
+        log.warning("round %d: weights of replicas %s are not finite; they go on from the mean of the others", self.rounds, failed)
         for piece in self.states.steps.pieces() if not finite[self.comm.index] else ():
             for part in self.states.steps.states(piece).values():
                 write(part, torch.zeros_like(read(part)))  # all of them: a momentum left over a variance of 0 would explode
@@ -239,8 +239,8 @@ class LocalSteps:
         """Give all replicas the mean of the optimizer states that all of them have (one may have skipped all steps). Collective."""
         steps = self.states.steps
         own = [steps.states(piece) for piece in steps.pieces()]
-        known = [set.intersection(*each) for each in zip(*self.comm.axis.gather([{*states} for states in own]), strict=True)]
-        for states, names in zip(own, known, strict=True):
+        common = [set.intersection(*each) for each in zip(*self.comm.axis.gather([{*states} for states in own]), strict=True)]
+        for states, names in zip(own, common, strict=True):
             for name in sorted(names):
                 write(states[name], self._averaged(read(states[name])))
 

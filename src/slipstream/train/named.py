@@ -27,9 +27,9 @@ def read(states: States, name: str, values_of: Callable[[Unit, int], Mapping[str
         except (KeyError, ValueError) as error:
             refusal = error
     if states.mesh.pp.size > 1:
-        said = states.mesh.pp.gather((name, refusal))
-        refusal = next((error for asked, error in said if error is not None and asked == name), None)
-        if refusal is None and len({asked for asked, _ in said}) == 1:  # all ask for it: a stage that has it sends it to the others
+        answers = states.mesh.pp.gather((name, refusal))
+        refusal = next((error for wanted, error in answers if error is not None and wanted == name), None)
+        if refusal is None and len({wanted for wanted, _ in answers}) == 1:  # all ask for it: a stage that has it sends it
             sent = states.mesh.pp.gather({key: value.cpu() for key, value in own.items()} if place is not None else None)
             found = next((values for values in sent if values is not None), None)
             if place is None and found is not None:
@@ -66,10 +66,10 @@ def write(
             check(*place)
         except (KeyError, ValueError) as error:
             refusal = error
-    said = states.mesh.pp.gather((place is not None, refusal))
-    if refusal := next((error for _, error in said if error is not None), None):
+    answers = states.mesh.pp.gather((place is not None, refusal))
+    if refusal := next((error for _, error in answers if error is not None), None):
         raise refusal
-    if not any(has for has, _ in said):
+    if not any(has for has, _ in answers):
         raise _unknown(states, name)
     if place is not None:
         put(*place, {key: access.part_of_whole(value, *place) for key, value in values.items()})

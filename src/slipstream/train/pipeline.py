@@ -384,14 +384,14 @@ class PipelineEngine(Engine):
             pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
             roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
         self._announce(action)
-        each = self.plan.pipeline.reduce == "micro_batch"
+        per_micro_batch = self.plan.pipeline.reduce == "micro_batch"
         # deferred weight gradients are reduced at the end of the step, as leftovers
-        reduces = (self._is_last_backward or each) and self._deferred is None
+        reduces = (self._is_last_backward or per_micro_batch) and self._deferred is None
         with self.progress.timing("backward"), nullcontext() if reduces else self.no_sync():
             torch.autograd.backward(roots, grads)
         if sent is not None:
-            asked = [tensor for tensor in tensors_in(run.inputs) if tensor.requires_grad]
-            self._send(sent, [tensor.grad for tensor in asked], kept)
+            inputs = [tensor for tensor in tensors_in(run.inputs) if tensor.requires_grad]
+            self._send(sent, [tensor.grad for tensor in inputs], kept)
 
     def _report(self) -> None:
         """Keep the module's additional losses of a micro-batch."""
@@ -506,10 +506,10 @@ def agree_on_kinds(model: nn.Module, mesh: Mesh) -> None:
     """
     shared = _shared_params(model)
     own = [(key, kind) for key, param in shared if (kind := kind_of(param))]
-    found = dict(sorted(itertools.chain.from_iterable(mesh.pp.gather(own)), reverse=True))  # dense before rows
+    kinds = dict(sorted(itertools.chain.from_iterable(mesh.pp.gather(own)), reverse=True))  # dense before rows
     for key, param in shared:
-        if key in found:
-            keep_apart(param, found[key])
+        if key in kinds:
+            keep_apart(param, kinds[key])
 
 
 def _shared_params(model: Any) -> list[tuple[str, nn.Parameter]]:
@@ -532,10 +532,10 @@ def _shared_params(model: Any) -> list[tuple[str, nn.Parameter]]:
 
 def kept(params: Iterable[Any], module: nn.Module, whole: nn.Module) -> list[Any]:
     """The given parameters, named parameters or groups without those of other stages; groups may become empty."""
-    gone = {id(param) for param in whole.parameters()} - {id(param) for param in module.parameters()}
+    elsewhere = {id(param) for param in whole.parameters()} - {id(param) for param in module.parameters()}
 
     def stays(item: Any) -> bool:
-        return id(item[1] if isinstance(item, tuple) else item) not in gone
+        return id(item[1] if isinstance(item, tuple) else item) not in elsewhere
 
     items = list(params)
     if not all(isinstance(item, dict) for item in items):

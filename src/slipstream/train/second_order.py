@@ -74,21 +74,21 @@ class SecondOrder:
 
     def connect(self, engine: Engine) -> None:
         states, model = engine.states, engine.module
-        both = ExitStack()  # selects attention kernels that have second derivatives
+        math_kernels = ExitStack()  # selects attention kernels that have second derivatives
 
         def begin(module: nn.Module, *_: Any) -> None:
             if module.training and torch.is_grad_enabled() and self.is_due(engine):
-                both.enter_context(sdpa_kernel([SDPBackend.MATH]))
+                math_kernels.enter_context(sdpa_kernel([SDPBackend.MATH]))
 
         def wire(hooks: Hooks) -> None:
-            end = model.register_forward_hook(lambda *_: both.close(), always_call=True)
+            end = model.register_forward_hook(lambda *_: math_kernels.close(), always_call=True)
             hooks.handles += [model.register_forward_pre_hook(begin), end]
 
         wire(states.hooks)
         states.on_hooks.append(wire)
         states.before_backward.append(lambda loss: self.measure(engine, loss))
 
-        def tell(_: bool) -> None:
+        def warn(_: bool) -> None:
             step = engine.global_steps
             if any(layer.loses_at(step) for layers in self.layers for layer in layers):
                 resolution = self.eigenvalue.gas_boundary_resolution
@@ -97,7 +97,7 @@ class SecondOrder:
                         "eigenvalue: step %d had no engine.backward(loss), which measures; bits go on as without it", step
                     )
 
-        states.after_step.append(tell)
+        states.after_step.append(warn)
 
     def measure(self, engine: Engine, loss: Tensor) -> None:
         """Set the factors of the layers that lose a bit at the end of this window. Collective."""

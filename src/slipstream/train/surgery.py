@@ -123,8 +123,8 @@ class Surgery:
             whys, tied = zip(*world.gather((self._refusal(), _tied(states.model))), strict=True)
             if why := next(filter(None, whys), ""):
                 raise ValueError(why)
-            if found := conflict(world.ranks, tied):
-                name, first, usual, rank, fact = found
+            if differing := conflict(world.ranks, tied):
+                name, first, usual, rank, fact = differing
                 raise ValueError(
                     f"engine.surgery(): {name!r} is tied over pipeline stages, and is {usual} on rank {first} and {fact} on rank "
                     f"{rank}: make the same change on the stages that have it"
@@ -389,10 +389,10 @@ class Change:
         for rank, why in zip(world.ranks, whys, strict=True):
             if why:
                 raise ValueError(f"engine.surgery(group=...): rank {rank} gives {why}, this rank {joins}")
-        if found := conflict(world.ranks, chosen):  # other stages have other names
-            name, first, usual, rank, which = found
+        if differing := conflict(world.ranks, chosen):  # other stages have other names
+            name, first, usual, rank, others = differing
             raise ValueError(
-                f"engine.surgery(group=...): rank {rank} gives {{{name!r}: {which}}}, rank {first} {{{name!r}: {usual}}}"
+                f"engine.surgery(group=...): rank {rank} gives {{{name!r}: {others}}}, rank {first} {{{name!r}: {usual}}}"
             )
         return held, joins
 

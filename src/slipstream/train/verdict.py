@@ -74,6 +74,6 @@ def _find_culprit(states: States, units: Sequence[Unit]) -> tuple[str, str]:
                 first = (unit.index, i, unit.names[i])
                 break
     causes = [cause for suspect in states.suspects if (cause := suspect())]
-    found: list[tuple[Any, list[str]]] = states.replica.axis.gather((first, causes))
-    firsts = [each for each, _ in found if each is not None]
-    return min(firsts)[2] if firsts else "", next((cause for _, each in found for cause in each), "")
+    reports: list[tuple[Any, list[str]]] = states.replica.axis.gather((first, causes))
+    firsts = [each for each, _ in reports if each is not None]
+    return min(firsts)[2] if firsts else "", next((cause for _, each in reports for cause in each), "")

@@ -158,8 +158,8 @@ def node(env: Mapping[str, str]) -> Node | None:
     """Return this node's position if a scheduler runs one `slipstream run` per node, else None. Raises ValueError for contradictory
     variables."""
     for place in (_of_torchrun, _of_skypilot, _of_sagemaker, _of_slurm):
-        if (found := place(env)) is not None:
-            return found
+        if (position := place(env)) is not None:
+            return position
     return None
 
 

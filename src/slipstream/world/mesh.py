@@ -186,7 +186,7 @@ class Mesh:
     def _family(self, splits: Differs) -> Family:
         cells = self._cells(splits)
         name = " of " + " x ".join(split.axis for split in splits) if splits else ""
-        both = self.groups.axis(f"dp{name}" if splits else "batch", list(cells.values()))
+        replicas = self.groups.axis(f"dp{name}" if splits else "batch", list(cells.values()))
         parts = []
         for i, split in enumerate(splits):
             rows: dict[tuple[int, ...], list[list[int]]] = {}
@@ -201,7 +201,7 @@ class Mesh:
             parts.append(self.groups.axis(split.axis, wholes))
         is_equal = not any(split.axis == "tp" or (split.axis == "ep" and split.slices == 1) for split in splits)
         weight = 1.0 / self.tp.size if is_equal else 1.0
-        return Family(splits, tuple(parts), both, *self._copies(splits, list(cells.values())), weight)
+        return Family(splits, tuple(parts), replicas, *self._copies(splits, list(cells.values())), weight)
 
     def _cells(self, splits: Differs) -> dict[tuple[int, ...], list[int]]:
         """The ranks that hold the same parameters, by (first stage, index of the part for each split)."""

@@ -90,9 +90,9 @@ def _kept_in_fp32(model: nn.Module, rule: BufferRule) -> re.Pattern[str] | None:
         return None
     of_classes = rule.in_fp32 is None and rule.stated is None
     below = _of_classes(model, rule.weights) if of_classes else [("", pattern) for pattern in rule.in_fp32 or ()]
-    found = [f"^{re.escape(path)}[.].*{_regex(each)}" if path else _regex(each) for path, each in below]
+    patterns = [f"^{re.escape(path)}[.].*{_regex(each)}" if path else _regex(each) for path, each in below]
     try:
-        return re.compile("|".join(found)) if found else None
+        return re.compile("|".join(patterns)) if patterns else None
     except re.error as error:
         raise ValueError(f"data_types.keep_in_fp32_modules ({rule.in_fp32}): no regular expression, but for *: {error}") from None
 

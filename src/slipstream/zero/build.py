@@ -91,7 +91,7 @@ def connect(
     for key, family in sorted(mesh.families.items()):
         dp = comm(family.shards)
         replicate = comm(family.copies)
-        both = dp if family.shards.ranks == family.both.ranks else comm(family.both)
+        data = dp if family.shards.ranks == family.both.ranks else comm(family.both)
         group = across = coded = None
         far = family.across
         if family.group is not None and far is not None and far.group is not None and isinstance(dp, ProcessGroupComm):
@@ -100,7 +100,7 @@ def connect(
             twice = group and across and CodedTwice(group, across, dp, family.weight, gradient_bits)
             coded = twice or Coded(dp, family.weight, gradient_bits)
         families[key] = Comms(
-            family=family, dp=dp, dp_replicate=replicate, data=both, weights=dp, coded=coded, group=group, across=across
+            family=family, dp=dp, dp_replicate=replicate, data=data, weights=dp, coded=coded, group=group, across=across
         )
     known = {each.axis.ranks: each for each in (families[()].dp, families[()].data)}
     world = known.setdefault(mesh.world.ranks, known.get(mesh.world.ranks) or comm(mesh.world))

@@ -285,10 +285,10 @@ class ProcessGroupComm(Comm):
             doing: list[Any] = [None] * self.size
             place = f"step {self.watch.step}, {self.watch.phase}, unit {self.watch.unit or '-'}"
             dist.all_gather_object(doing, f"{operation}{detail} ({place})", group=self.group)
-            each = "; ".join(f"rank {rank} is in {what}" for rank, what in zip(self.axis.ranks, doing, strict=True))
+            places_of_ranks = "; ".join(f"rank {rank} is in {what}" for rank, what in zip(self.axis.ranks, doing, strict=True))
             raise PeerError(
                 "ranks took different branches in the model, had inputs of different sizes, ran different numbers of "
-                f"micro-batches, or called different methods of the engine: {each}. Without shared memory, every rank "
+                f"micro-batches, or called different methods of the engine: {places_of_ranks}. Without shared memory, every rank "
                 "must run the same modules in the same order and call the same collective methods. A module that runs others by "
                 "choice is gathered as a whole, and its choice is free, after deepspeed.utils.set_z3_leaf_module(module, True)"
             )
@@ -443,8 +443,8 @@ def sum_over(tensor: Tensor, axis: Axis) -> None:
 
 def first_said(value: T | None, axis: Axis) -> tuple[int, T] | None:
     """(rank, value) of the first rank whose `value` (an error's text) is not empty; None if all are empty. Collective."""
-    said = zip(axis.ranks, axis.gather(value), strict=True)
-    return next(((rank, each) for rank, each in said if each), None)
+    values_of_ranks = zip(axis.ranks, axis.gather(value), strict=True)
+    return next(((rank, other) for rank, other in values_of_ranks if other), None)
 
 
 def _all_gather_single(out: Tensor, shard: Tensor, group: Any) -> Any:

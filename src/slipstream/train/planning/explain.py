@@ -95,17 +95,17 @@ def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: i
 def _comms(plan: Plan, world: int, differs: Differs) -> Comms:
     """Transports of a family in a world of `world` ranks, only for their sizes: they send nothing."""
     parts_of_whole, is_apart = math.prod(split.size for split in differs), plan.local_steps.every > 0
-    both = world // parts_of_whole
+    replicas = world // parts_of_whole
     block = plan.zero.shard_size or (plan.mesh.sp * plan.mesh.tp if is_apart else world)
     shards = max(block // parts_of_whole, 1)
 
     def comm(name: str, size: int) -> LocalComm:
         return LocalComm(Axis(name, None, tuple(range(size)), 0, size), predict.META)
 
-    away, together = (both // shards, 1) if is_apart else (1, both // shards)  # copies that a step reduces
-    dp, copies, data = comm("dp", shards), comm("dp_replicate", together), comm("both", both)
+    unreduced, reduced = (replicas // shards, 1) if is_apart else (1, replicas // shards)  # copies that a step reduces
+    dp, copies, data = comm("dp", shards), comm("dp_replicate", reduced), comm("both", replicas)
     parts = tuple(comm(split.axis, split.size).axis for split in differs)
-    family = Family(differs, parts, data.axis, copies.axis, dp.axis, comm("apart", away).axis)
+    family = Family(differs, parts, data.axis, copies.axis, dp.axis, comm("apart", unreduced).axis)
     bits = CODE_BITS.get(plan.precision.comm_dtype)
     coded = Coded(dp, family.weight, bits) if bits and shards > 1 else None
     return Comms(family=family, dp=dp, dp_replicate=copies, data=data, weights=dp, coded=coded)

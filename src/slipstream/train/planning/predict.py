@@ -434,8 +434,8 @@ def _flows(stored: PredictedStates, counted: Counted, kind: Round) -> Flows:
     back = sent * part.dtypes.local.itemsize
     if part.dtypes.wire_bits is not None:
         back = wire_codes.nbytes(sent, 8 if setting.recipe.feedback is None else part.dtypes.wire_bits)
-    both = wire if place.optim else wire + back
-    return Flows(gather, gather, Flow(), update.plus(Flow(wire=both)))
+    wire_nbytes = wire if place.optim else wire + back
+    return Flows(gather, gather, Flow(), update.plus(Flow(wire=wire_nbytes)))
 
 
 def _update(stored: PredictedStates, counted: Counted) -> Flow:

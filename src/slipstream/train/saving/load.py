@@ -143,13 +143,13 @@ def _join_scalars(shared: dict[str, Any], parts: Mapping[str, Sequence[str]]) ->
     """Give a stack the optimizer's step counts of its parts."""
     saved = (shared.get("optimizer") or {}).get("params", {})
     for name, of_parts in parts.items():
-        found = [saved[part[6:]] for part in of_parts if part[6:] in saved] if name.startswith("model.") else []
-        if any(each != found[0] for each in found):
+        counts = [saved[part[6:]] for part in of_parts if part[6:] in saved] if name.startswith("model.") else []
+        if any(each != counts[0] for each in counts):
             raise CheckpointError(
                 f"the experts of {name[6:]!r} have taken different numbers of steps, and a stack has one; {_OWN_OPTIMIZER}"
             )
-        if found:
-            saved[name[6:]] = found[0]
+        if counts:
+            saved[name[6:]] = counts[0]
 
 
 def _latest_tag(states: States, directory: str) -> str | None:

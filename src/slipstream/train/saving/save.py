@@ -169,8 +169,8 @@ def agree(world: Axis, step: str, arguments: Mapping[str, Any]) -> None:
     gathered = ranks.gather(step, lambda: dict(arguments))
 
     def compare() -> None:
-        if found := conflict(range(len(gathered)), gathered):
-            name, first, usual, rank, other = found
+        if differing := conflict(range(len(gathered)), gathered):
+            name, first, usual, rank, other = differing
             raise CheckpointError(f"{name} is {usual!r} on rank {first} and {other!r} on rank {rank}; pass the same on all")
 
     ranks.decide(step, compare)
