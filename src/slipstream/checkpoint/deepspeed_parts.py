@@ -76,8 +76,8 @@ def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[s
 
 def _degree(names: Sequence[str], model: Mapping[str, Any], count: int) -> int:
     layers = [match for match in map(_LAYER.fullmatch, names) if match is not None]
-    known = (model.get("checkpoint_parallel_dimensions") or {}).get("tp_degree")
-    degree = int(known or (len({match[2] for match in layers}) if layers else count))
+    stored_degree = (model.get("checkpoint_parallel_dimensions") or {}).get("tp_degree")
+    degree = int(stored_degree or (len({match[2] for match in layers}) if layers else count))
     if degree < 1 or count % degree:
         raise CheckpointError(f"it has files of {count} model-parallel ranks, which are not stages of {degree} slices")
     return degree
@@ -129,9 +129,9 @@ class Cuts:
         for sub in widths:
             ranges[dim].append((start + sum(sub[:index]), start + sum(sub[: index + 1])))
             start += sum(sub)
-        known = self._affine.get(f"^{re.escape(name)}$")
-        if known is not None and tuple(known["logical_shape"]) != tuple(whole):
-            raise CheckpointError(f"{name!r} has shape {tuple(known['logical_shape'])}, and its slices join to {tuple(whole)}")
+        affine = self._affine.get(f"^{re.escape(name)}$")
+        if affine is not None and tuple(affine["logical_shape"]) != tuple(whole):
+            raise CheckpointError(f"{name!r} has shape {tuple(affine['logical_shape'])}, and its slices join to {tuple(whole)}")
         return PartPlace(tuple(whole), places_of(ranges))
 
     def _widths(self, name: str, shapes: Sequence[Shape]) -> tuple[int, list[list[int]]]:

@@ -186,17 +186,17 @@ def _load(
     ranks.decide(step, lambda: _check_complete(path, document, save_ids))
 
     current = one_axis(ranks.size) if mesh is None else mesh
-    is_same_mesh, there = dict(document.mesh) == dict(current), counterpart(document.mesh, current, ranks.index)
+    is_same_mesh, counterpart_place = dict(document.mesh) == dict(current), counterpart(document.mesh, current, ranks.index)
     shared = _stand_ins(document, "$shared/", "cpu")
-    own = _stand_ins(document, f"$rank/{there.rank}/", "cpu")
+    own = _stand_ins(document, f"$rank/{counterpart_place.rank}/", "cpu")
     with closing(BoxReader(path, document)) as files:
         _verify_records(ranks, step, files, [*shared, *tensors])
         _read(ranks, step, files, {**shared, **own})
         files.close()  # opened again for the tensors; if the checkpoint is replaced by then, the load fails and is retried
         values = _values(document.shared, shared, f"{path}: shared")
-        skeleton = document.per_rank[there.rank] if document.per_rank else {}
-        nearest = _values(skeleton, own, f"{path}: per_rank[{there.rank}]")
-        loaded = Loaded(values, nearest if is_same_mesh else None, nearest, there.copy)
+        skeleton = document.per_rank[counterpart_place.rank] if document.per_rank else {}
+        nearest = _values(skeleton, own, f"{path}: per_rank[{counterpart_place.rank}]")
+        loaded = Loaded(values, nearest if is_same_mesh else None, nearest, counterpart_place.copy)
         if accept is not None:
             ranks.gather(step, lambda: accept(loaded))
         _read(ranks, step, files, tensors)

@@ -59,11 +59,11 @@ class TensorPlace(NamedTuple):
 
 def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Parse bf16, fp16 and fp32, also by torch's names. Raises ValueError for any other dtype."""
-    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    known |= {str(each): each for each in known.values()} | {str(each).removeprefix("torch."): each for each in known.values()}
-    if dtype is not None and str(dtype) not in known:
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    dtypes |= {str(each): each for each in dtypes.values()} | {str(each).removeprefix("torch."): each for each in dtypes.values()}
+    if dtype is not None and str(dtype) not in dtypes:
         raise ValueError(f"dtype {dtype!r}: weights are written in bf16, fp16 or fp32")
-    return None if dtype is None else known[str(dtype)]
+    return None if dtype is None else dtypes[str(dtype)]
 
 
 def num_bytes(size: int | str) -> int:

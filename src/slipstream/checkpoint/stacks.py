@@ -82,11 +82,11 @@ def restack(tensors: Mapping[str, Entry], wanted: Mapping[str, Shape], needed: C
     for name, shape in wanted.items():
         if name in tensors:
             continue
-        known, unfit = list(names_in_files(name)), list[str]()
-        older = next((each for each in known if each in free), None)
+        file_names, unfit = list(names_in_files(name)), list[str]()
+        older = next((each for each in file_names if each in free), None)
         if older is not None:
             result[name], parts[name] = tensors[older], [older]
-        elif (stacked := parts_of_stack(known, shape, free, unfit)) and not unfit:
+        elif (stacked := parts_of_stack(file_names, shape, free, unfit)) and not unfit:
             pieces = tuple(_moved(piece, box) for box, part in stacked for piece in tensors[part].pieces)
             result[name], parts[name] = replace(tensors[stacked[0].name], shape=shape, pieces=pieces), [part for _, part in stacked]
         misfits += unfit if name in needed else []

@@ -92,12 +92,12 @@ def upcycle(
         for expert in range(num_experts):
             result[f"{layer}.{target.expert.format(expert=expert, matrix=matrix)}"] = out
         if match[3] == "gate":
-            made = _made(target, num_experts, out.held.shape, index, float(config.get("initializer_range", 0.02)))
-            result |= {f"{layer}.{name}": Out(tensor, out.dtype) for name, tensor in made.items()}
+            new = _made(target, num_experts, out.held.shape, index, float(config.get("initializer_range", 0.02)))
+            result |= {f"{layer}.{name}": Out(tensor, out.dtype) for name, tensor in new.items()}
     if len(result) == len(tensors):
         raise CheckpointError("--upcycle: the checkpoint has no layers.N.mlp.gate_proj.weight")
-    known = {**config, "num_experts": num_experts, "shared_size": min(_SHARED, int(config["intermediate_size"]))}
-    settings = {name: known[source] for name, source in target.settings.items()}
+    variables = {**config, "num_experts": num_experts, "shared_size": min(_SHARED, int(config["intermediate_size"]))}
+    settings = {name: variables[source] for name, source in target.settings.items()}
     return result, {
         **{name: value for name, value in config.items() if name not in ("mlp_bias", "attention_bias", "pretraining_tp")},
         **settings,
@@ -117,8 +117,8 @@ def _made(target: UpcycleTarget, num_experts: int, gate: Sequence[int], seed: in
         shapes |= {f"{target.shared}.{name}_proj.weight": (size, width) for name in ("gate", "up")}
         shapes |= {f"{target.shared}_gate.weight": (1, width)}
     generator = torch.Generator().manual_seed(seed)
-    made = {name: torch.randn(shape, generator=generator) * std for name, shape in shapes.items()}
-    return made | ({f"{target.shared}.down_proj.weight": torch.zeros(width, size)} if target.shared else {})
+    new = {name: torch.randn(shape, generator=generator) * std for name, shape in shapes.items()}
+    return new | ({f"{target.shared}.down_proj.weight": torch.zeros(width, size)} if target.shared else {})
 
 
 def _windows(config: Mapping[str, Any]) -> dict[str, Any]:

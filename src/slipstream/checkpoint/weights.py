@@ -180,9 +180,9 @@ def _stored(path: Any, rename: Callable[[str], str] | None) -> dict[str, StoredW
 
 def _under_other_names(names: Sequence[str], whole: Shape, free: Mapping[str, StoredWeights], misfits: list[str]) -> Source | None:
     """The tensor, or a stack of tensors, that files name differently; None if there is none."""
-    known = [name for each in names for name in names_in_files(each)]
-    source = next((free[name] for name in known if name in free), None)
-    if source is None and (parts := parts_of_stack(known, whole, free, misfits)):
+    file_names = [name for each in names for name in names_in_files(each)]
+    source = next((free[name] for name in file_names if name in free), None)
+    if source is None and (parts := parts_of_stack(file_names, whole, free, misfits)):
         return StackedWeights(whole, tuple((box, free[name]) for box, name in parts))
     return source
 

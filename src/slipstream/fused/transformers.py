@@ -100,8 +100,8 @@ class _SelfOutput(Fused):
 class _EncoderLayer(Fused):
     @staticmethod
     def takes(module: Any) -> bool:
-        known = type(module.intermediate.intermediate_act_fn).__name__ in _KINDS
-        return known and _takes_output(module.output)
+        has_known_kind = type(module.intermediate.intermediate_act_fn).__name__ in _KINDS
+        return has_known_kind and _takes_output(module.output)
 
     def feed_forward_chunk(self: Any, attention_output: Tensor) -> Any:
         inner, output = self.intermediate, self.output

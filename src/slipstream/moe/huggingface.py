@@ -94,10 +94,10 @@ class Ahead:
         if self.runs:
             return None
         inputs, self.inputs = self.inputs, None
-        same = inputs is not None and inputs[1]() is not None and inputs[0] == _identity(x)
+        is_same_input = inputs is not None and inputs[1]() is not None and inputs[0] == _identity(x)
         output, self.output = self.output, None
-        self.follows = same
-        return None if output is None or not same else output.view(x.shape)
+        self.follows = is_same_input
+        return None if output is None or not is_same_input else output.view(x.shape)
 
 
 def _identity(x: Tensor) -> tuple[int, int, int]:

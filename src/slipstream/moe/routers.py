@@ -112,8 +112,8 @@ def _set_theirs(name: str, layer: nn.Module, experts: Any, values: Mapping[str, 
             setattr(part, attribute, value)
         if not holders and value != (fixed := _fixed(key, parts, config)):
             raise _refused(name, key, value, fixed)
-    found = {key: _value(_SETTINGS[key], parts) for key in ("top_k", "num_expert_groups", "num_limited_groups")}
-    _check(name, values, experts.num_experts, *(1 if each is None else each for each in found.values()))
+    limits = {key: _value(_SETTINGS[key], parts) for key in ("top_k", "num_expert_groups", "num_limited_groups")}
+    _check(name, values, experts.num_experts, *(1 if limit is None else limit for limit in limits.values()))
 
 
 def _check(name: str, values: Mapping[str, Any], *numbers: int) -> None:
@@ -154,6 +154,6 @@ def _balance(name: str, layer: nn.Module, experts: Any, rate: float | None) -> N
 
 
 def _refused(name: str, key: str, value: Any, fixed: Any) -> ValueError:
-    does = "does not know the setting" if fixed is None else f"has {fixed!r}"
-    text = f"expert_parallel.{key} is {value!r}, and the router of this model {does}, which is fixed: drop the key"
+    problem = "does not know the setting" if fixed is None else f"has {fixed!r}"
+    text = f"expert_parallel.{key} is {value!r}, and the router of this model {problem}, which is fixed: drop the key"
     return ValueError(f"{name!r}: {text}")

@@ -313,8 +313,8 @@ class OneBitSteps(NativeSteps):
     def groups_loaded(self) -> None:
         super().groups_loaded()
         self.done = None
-        for kept in (self.frozen, self.local, self._stale, self._lags):
-            kept.clear()
+        for table in (self.frozen, self.local, self._stale, self._lags):
+            table.clear()
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -405,8 +405,8 @@ class OneBitSteps(NativeSteps):
 
     def drop(self, unit: Unit) -> None:
         super().drop(unit)
-        for kept in (self.frozen, self.errors, self.local, self._lags):
-            kept.pop(unit, None)
+        for table in (self.frozen, self.errors, self.local, self._lags):
+            table.pop(unit, None)
 
     def memory(self) -> Iterator[Tensor | Store]:
         yield from super().memory()
@@ -491,8 +491,8 @@ class OneBitSteps(NativeSteps):
         self.done = (self.done or 0) + 1
 
     def forget(self) -> None:
-        for kept in (self._late, self._apart, self.shares):
-            kept.clear()
+        for table in (self._late, self._apart, self.shares):
+            table.clear()
 
     def _freeze(self, unit: Unit) -> Tensor:
         """Freeze the unit, or freeze it again with its current errors; returns p of the whole unit. Collective."""

@@ -98,9 +98,9 @@ def optimizer_class(name: str) -> tuple[type[Optimizer], dict[str, Any]]:
     classes = _torch_optimizers()
     if key in classes:
         return classes[key], {}
-    known = {cls.__name__ for cls in (*_OURS.values(), *classes.values())}
+    class_names = {cls.__name__ for cls in (*_OURS.values(), *classes.values())}
     raise ValueError(
-        f"optimizer.type {name!r} is not known{nearest(name, known)}; use one of {sorted(known)},"
+        f"optimizer.type {name!r} is not known{nearest(name, class_names)}; use one of {sorted(class_names)},"
         f" or pass an optimizer, or a callable that makes one, as optimizer="
     )
 

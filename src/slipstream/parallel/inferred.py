@@ -117,7 +117,7 @@ def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mappin
     region, or a region that the policy names, cannot be cut.
     """
     own: Any = tree_map_only(Tensor, Tensor.detach, (tuple(inputs), dict(options)))
-    kept = copy.deepcopy(own)  # the forward may change them
+    originals = copy.deepcopy(own)  # the forward may change them
     batch = next((len(x) for x in tree_leaves(own) if isinstance(x, Tensor) and x.dim() > 1), 1)
     modules = dict(model.named_modules())
     named = {name: ends for kind, ends in policy.items() for name, module in modules.items() if isinstance(module, kind)}
@@ -140,7 +140,7 @@ def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mappin
         )
     partition = {"layer_specs": specs, "use_default_specs": False}
     logger.info("%s is cut by the plan that was found: partition_config %s", type(model).__name__, json.dumps(partition))
-    return PlanTrial(kept[0], kept[1], outputs, partition)
+    return PlanTrial(originals[0], originals[1], outputs, partition)
 
 
 def needs_trial(model: nn.Module) -> bool:

@@ -331,8 +331,8 @@ def _rules_of(model: nn.Module, plan: TensorPlan, *, derived: bool = True) -> li
     if rules and not partition.use_default_specs:
         return rules + _compiled([(re.escape(name), _HEAD) for name in partition.lm_head_patterns])
     if plan.preset is not None and plan.preset not in (*RULES, *kinds):  # a model of that type may have a plan of transformers
-        known, kind = ", ".join(sorted(RULES)), kinds[0] if kinds else ""
-        raise ValueError(f"tensor_parallel.preset_model {plan.preset!r} is none of {known}, nor the model's type, {kind!r}")
+        presets, kind = ", ".join(sorted(RULES)), kinds[0] if kinds else ""
+        raise ValueError(f"tensor_parallel.preset_model {plan.preset!r} is none of {presets}, nor the model's type, {kind!r}")
     styles = _styles_of(model)
     inherited = kinds[1:] if derived and not styles else []  # a model's own plan takes precedence
     for known_kind in (plan.preset or "", *kinds[:1], *inherited):

@@ -97,12 +97,12 @@ def quantize_layers(
     unread  the weight is on meta until its values are read"""
     layers: list[Any] = [model.get_submodule(name) for name in names]
     weight = packed_rows(layers[0].weight.to("meta") if unread else layers[0].weight, form)
-    made: dict[nn.Module, nn.Module] = {}  # a layer with two names stays one layer
+    replaced: dict[nn.Module, nn.Module] = {}  # a layer with two names stays one layer
     for name, layer in zip(names, layers, strict=True):
-        if layer not in made:
+        if layer not in replaced:
             is_linear = isinstance(layer, nn.Linear)
-            made[layer] = QuantizedLinear(layer, form, weight) if is_linear else QuantizedEmbedding(layer, form, weight, dtype)
-        model.set_submodule(name, made[layer])
+            replaced[layer] = QuantizedLinear(layer, form, weight) if is_linear else QuantizedEmbedding(layer, form, weight, dtype)
+        model.set_submodule(name, replaced[layer])
     return weight
 
 

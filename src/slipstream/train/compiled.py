@@ -55,8 +55,8 @@ def backend_of(name: str) -> str | Callable[..., Any]:
     """The name of a torch backend, or the imported function for MODULE.FUNCTION, as in DeepSpeed."""
     from torch._dynamo import list_backends  # slow to import
 
-    known = list_backends(exclude_tags=())
-    if name in known:
+    backends = list_backends(exclude_tags=())
+    if name in backends:
         return name
     module, _, function = name.rpartition(".")
     try:
@@ -64,6 +64,6 @@ def backend_of(name: str) -> str | Callable[..., Any]:
     except (ImportError, ValueError, AttributeError):
         raise ValueError(
             f"compile.backend {name!r} is neither a backend of torch.compile nor an importable MODULE.FUNCTION; use one of "
-            f"{', '.join(known)}"
+            f"{', '.join(backends)}"
         ) from None
     return backend

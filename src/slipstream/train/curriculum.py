@@ -61,14 +61,14 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> tuple[
             f"curriculum_learning cuts tensors of tokens [batch, tokens], and the forward gets none; let it take {_KEYWORD}= and "
             "cut its inputs itself"
         )
-    whole = tokens.shape[1]
+    num_tokens = tokens.shape[1]
 
     def shorter(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 2 or length >= whole:
+        if not isinstance(value, Tensor) or value.dim() < 2 or length >= num_tokens:
             return value
-        if value.dim() == 4 and value.shape[-2:] == (whole, whole):  # an attention mask
+        if value.dim() == 4 and value.shape[-2:] == (num_tokens, num_tokens):  # an attention mask
             return value[..., :length, :length]
-        is_of_tokens = value.shape[1] == whole and (
+        is_of_tokens = value.shape[1] == num_tokens and (
             value.dim() == 2 or value.dtype in (torch.float32, torch.bfloat16, torch.float16)
         )
         return value[:, :length] if is_of_tokens else value

@@ -133,9 +133,9 @@ class Ema:
             if average.dtype == unit.master.dtype:
                 _swap(average, unit.master)
             elif back:
-                kept = self._kept.pop(unit)
-                copy_store(unit.master, kept)
-                unit.homes.drop(kept)
+                master = self._kept.pop(unit)
+                copy_store(unit.master, master)
+                unit.homes.drop(master)
             else:
                 self._kept[unit] = unit.homes.state(unit.master.numel, unit.master.dtype)
                 copy_store(self._kept[unit], unit.master)

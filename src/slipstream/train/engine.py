@@ -479,10 +479,10 @@ class Engine(nn.Module):
         with self.together("load_checkpoint"):
             self.saves.finish()
             choices = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-            with self.saves.complete(folder, tag) as (place, found):
-                path, client_state = load(self.states, self, place, found, Wanted(*choices, list(exclude)))
+            with self.saves.complete(folder, tag) as (place, loaded_tag):
+                path, client_state = load(self.states, self, place, loaded_tag, Wanted(*choices, list(exclude)))
             if path is not None and place != folder:
-                path = f"{folder}/{found}"
+                path = f"{folder}/{loaded_tag}"
             self.saves.auto.loaded |= path is not None
             if path is not None:  # a new window of the current plan, whatever the saved accumulation was
                 self.zero_grad()

@@ -68,8 +68,8 @@ class _Tokens:
 
     def take(self) -> int:
         """The tokens of all ranks since the last call."""
-        seen, self.seen = self.seen, 0
-        return round(seen * self.parts / self.weight)
+        num_tokens, self.seen = self.seen, 0
+        return round(num_tokens * self.parts / self.weight)
 
 
 def _flop(engine: Engine) -> int:

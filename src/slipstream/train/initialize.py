@@ -226,7 +226,7 @@ def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh
 
 def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, cut: _Cut) -> tuple[nn.Module, Any]:
     """The module of this rank's pipeline stages, and the given parameters that it has; without stages, both are unchanged."""
-    whole = model
+    given_model = model
     ties = any(_is_on(param, "pp") for param in model.parameters())
     own_stages = any(mesh.pp.gather(ties))  # stages built by the user, which share parameters (mark_tied)
     if mesh.pp.size > 1 and not isinstance(model, PipelineModule) and not own_stages:
@@ -239,7 +239,7 @@ def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, 
         model = PipelinedDecoder.on_rank(
             model, mesh.pp.index, mesh.pp.size, plan.pipeline, slices=cut.slices, sequences=cut.sequences
         )
-        model_parameters = None if model_parameters is None else kept(model_parameters, model, whole)
+        model_parameters = None if model_parameters is None else kept(model_parameters, model, given_model)
     if isinstance(model, PipelineModule | PipelinedDecoder):
         prepare(model, plan.pipeline, mesh)
     return model, model_parameters
@@ -326,13 +326,13 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
     if not isinstance(data, DataLoader):
         return build_loader(plan, data, mesh, device, collate_fn)
     sampler = data.sampler
-    known = isinstance(data.dataset, IterableDataset) or type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
-    drawn = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None) is not None
+    standard = isinstance(data.dataset, IterableDataset) or type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
+    redraws = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None) is not None
     fits = data.batch_size == plan.batch.micro_batch_size or (plan.batch.elastic and data.batch_size)  # own sizes of the ranks
-    if drawn or not (fits and known):
+    if redraws or not (fits and standard):
         raise ValueError(
             f"training_data is a DataLoader with batch size {data.batch_size} and sampler {type(sampler).__name__}"
-            f"{' that draws with replacement or another number of samples' if drawn else ''}; initialize() would rebuild it with "
+            f"{' that draws with replacement or another number of samples' if redraws else ''}; initialize() would rebuild it with "
             f"each sample once an epoch, in batches of {plan.batch.micro_batch_size}. Set train_micro_batch_size_per_gpu to its "
             f'batch size (or "auto"); to keep a custom sampler, iterate over your DataLoader yourself instead of passing it'
         )
@@ -343,14 +343,14 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
 def _order_and_workers(data: DataLoader[Any]) -> dict[str, Any]:
     """The order and worker options of a DataLoader that the distributed loader keeps, as arguments of `build_loader`."""
     sampler: Any = data.sampler
-    kept: dict[str, Any] = {"shuffle": isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False)}
+    options: dict[str, Any] = {"shuffle": isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False)}
     generator = getattr(sampler, "generator", None) or data.generator
     seed = (getattr(sampler, "seed", 0) or None) if generator is None else generator.initial_seed() % (1 << 62)
     if seed is not None:
-        kept["seed"] = seed
+        options["seed"] = seed
     if data.num_workers:
-        kept |= {"num_workers": data.num_workers, "workers": {name: getattr(data, name) for name in _OF_WORKERS}}
-    return kept
+        options |= {"num_workers": data.num_workers, "workers": {name: getattr(data, name) for name in _OF_WORKERS}}
+    return options
 
 
 def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:
@@ -440,8 +440,8 @@ def _engine(
         spread_first(buffers, families[()].data)
         failed.pop_all()
     if recipe.tiers.weights is Tier.DISK and mesh.is_first:
-        kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
-        warn_of_resident_weights(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), kept)
+        num_resident = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
+        warn_of_resident_weights(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), num_resident)
     convert_buffers(model, buffer_rule(precision))
     states = States(
         model=model,

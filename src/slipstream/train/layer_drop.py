@@ -298,12 +298,12 @@ def _blocks_of_all_stages(model: nn.Module, engine: Engine) -> dict[str, frozens
     outer = [name for name in numbered if not any(name.startswith(f"{other}.") for other in numbered)]
     blocks = {name: model.get_submodule(name) for name in _droppable(model, outer)}
     own = {name: (type(block).__qualname__, _params_of(block)) for name, block in blocks.items()}
-    found = {name: each for stage in engine.mesh.pp.gather(own) for name, each in stage.items()}
-    kinds = [(name.rpartition(".")[0], kind) for name, (kind, _) in found.items()]
-    names = [name for name, (kind, _) in found.items() if kinds.count((name.rpartition(".")[0], kind)) > 1]
+    blocks_of_all = {name: entry for stage in engine.mesh.pp.gather(own) for name, entry in stage.items()}
+    kinds = [(name.rpartition(".")[0], kind) for name, (kind, _) in blocks_of_all.items()]
+    names = [name for name, (kind, _) in blocks_of_all.items() if kinds.count((name.rpartition(".")[0], kind)) > 1]
     _check_any(model, names)
     names.sort(key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")])
-    return {name: found[name][1] for name in names}
+    return {name: blocks_of_all[name][1] for name in names}
 
 
 def _with_keywords(drop: LayerDrop, engine: Engine) -> Callable[..., Any]:

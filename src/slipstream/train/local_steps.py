@@ -219,8 +219,8 @@ class LocalSteps:
         Raises RuntimeError if there is none.
         """
         own = all(bool(unit.master.whole().isfinite().all()) for unit in self._outer)
-        whole = self.states.replica.exchange(torch.tensor([float(own)], dtype=torch.float64)).min()
-        finite = self.comm.exchange(whole.view(1)).view(-1) > 0
+        all_finite = self.states.replica.exchange(torch.tensor([float(own)], dtype=torch.float64)).min()
+        finite = self.comm.exchange(all_finite.view(1)).view(-1) > 0
         if not finite.any():
             raise RuntimeError(
                 "no replica of slipstream.local_steps has finite weights: load the last checkpoint, and lower the lr"

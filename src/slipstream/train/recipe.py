@@ -116,10 +116,10 @@ def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | No
             f"{type(optimizer).__name__} with bias_correction=false needs the native kernel, which does not support float64 "
             f"parameters; make the model float32, or drop the option"
         )
-    known = {id(param) for param in model.parameters()}
+    of_model = {id(param) for param in model.parameters()}
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            if id(param) not in known:
+            if id(param) not in of_model:
                 raise ValueError(
                     f"optimizer group {i} holds a parameter of shape {tuple(param.shape)} that is not the model's; create the "
                     f"optimizer after the model has its final parameters"
@@ -161,8 +161,8 @@ def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
     if inner is not None:
         fit.refuse(plan, inner, rule)
     if plan.scheduler is not None and None in plan.scheduler.params.values():  # the training loop sets steps and rate
-        known = {name: 1 << 30 if value is None else value for name, value in plan.scheduler.params.items()}
-        build_scheduler(plan.scheduler.type, known, inner or torch.optim.AdamW(model.parameters()))
+        numbers = {name: 1 << 30 if value is None else value for name, value in plan.scheduler.params.items()}
+        build_scheduler(plan.scheduler.type, numbers, inner or torch.optim.AdamW(model.parameters()))
     else:
         scheduler_of(plan, None, inner)
     return inner, rule

@@ -93,8 +93,8 @@ class RateSchedule(ABC):
         first = _per_group(getattr(self, self.rates[0]), count)[0]
         factor = 1.0 if rate is None or not first else rate / first
         for name in (*self.rates, *self.momenta):
-            known = _per_group(getattr(self, name), count)
-            setattr(self, name, [*known, known[0] if name in self.momenta else known[0] * factor])
+            by_group = _per_group(getattr(self, name), count)
+            setattr(self, name, [*by_group, by_group[0] if name in self.momenta else by_group[0] * factor])
         if rate is not None:
             getattr(self, self.rates[0])[-1] = rate
         values = self._values()[-1]
@@ -347,9 +347,9 @@ def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -
     names = {name.lower(): name for name in (*torch_names, *VALID)}
     name = names.get(plan_type.lower())
     if name is None:
-        known = sorted(set(names.values()) - set(_REFUSED))
+        usable = sorted(set(names.values()) - set(_REFUSED))
         raise ValueError(
-            f"unknown scheduler.type {plan_type!r}{nearest(plan_type, known)}; use one of {known}, or pass a scheduler, or a "
+            f"unknown scheduler.type {plan_type!r}{nearest(plan_type, usable)}; use one of {usable}, or pass a scheduler, or a "
             f"callable that builds one, as lr_scheduler="
         )
     if name in _REFUSED:

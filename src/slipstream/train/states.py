@@ -129,8 +129,8 @@ class States:
 
     def feedback(self) -> list[Feedback]:
         """The error feedback of the units whose gradients are communicated in codes."""
-        kept = [feedback for unit in self.units for feedback in (unit.memory.feedback, unit.memory.served)]
-        return [feedback for feedback in kept if feedback is not None]
+        feedbacks = [feedback for unit in self.units for feedback in (unit.memory.feedback, unit.memory.served)]
+        return [feedback for feedback in feedbacks if feedback is not None]
 
     def release(self) -> None:
         """Release the weights that are still gathered."""

@@ -521,15 +521,15 @@ class Change:
 
     def _let_go(self, unit: Unit) -> None:
         """Free a unit that is no longer used. Parameters that left the model become ordinary ones again."""
-        lost = [i for i, param in enumerate(unit.params) if id(param) not in self.ids]
-        if lost and unit not in self.copies:
+        indices = [i for i, param in enumerate(unit.params) if id(param) not in self.ids]
+        if indices and unit not in self.copies:
             whole = unit.unsharded_weights()
-            for i in lost:
+            for i in indices:
                 slot, param = unit.layout.slots[i], unit.params[i]
                 unit.shown.make_plain(i)
                 param.data = whole[slice(*slot.span)].view(slot.shape).clone()
-        elif lost:
-            for i in lost:
+        elif indices:
+            for i in indices:
                 unit.params[i].data = unit.params[i].data.clone()
         self.copies.pop(unit, None)
         self.states.steps.drop(unit)

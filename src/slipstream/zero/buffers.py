@@ -68,11 +68,11 @@ def buffer_dtypes(model: nn.Module, rule: BufferRule) -> Iterator[tuple[nn.Modul
     `from_pretrained` keeps in fp32 are. For example, DeepSeek-V3's router biases differ by less than bf16 resolves, so bf16 would
     choose other experts.
     """
-    kept = _kept_in_fp32(model, rule)
+    in_fp32 = _kept_in_fp32(model, rule)
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             dtype = rule.stated or (None if name in module._non_persistent_buffers_set else rule.weights)
-            if kept is not None and kept.search(f"{path}.{name}".removeprefix(".")):
+            if in_fp32 is not None and in_fp32.search(f"{path}.{name}".removeprefix(".")):
                 dtype = torch.float32
             yield module, name, buffer, dtype if dtype and buffer.is_floating_point() and buffer.itemsize > 1 else buffer.dtype
 

@@ -102,9 +102,9 @@ def connect(
         families[key] = Comms(
             family=family, dp=dp, dp_replicate=replicate, data=data, weights=dp, coded=coded, group=group, across=across
         )
-    known = {each.axis.ranks: each for each in (families[()].dp, families[()].data)}
-    world = known.setdefault(mesh.world.ranks, known.get(mesh.world.ranks) or comm(mesh.world))
-    return world, known.get(mesh.replica.ranks) or comm(mesh.replica), families
+    by_ranks = {each.axis.ranks: each for each in (families[()].dp, families[()].data)}
+    world = by_ranks.setdefault(mesh.world.ranks, by_ranks.get(mesh.world.ranks) or comm(mesh.world))
+    return world, by_ranks.get(mesh.replica.ranks) or comm(mesh.replica), families
 
 
 def _dtypes(group: Group, recipe: Recipe, comms: Comms, shapes: Sequence[Sequence[int]]) -> Dtypes:

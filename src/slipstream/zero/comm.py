@@ -355,10 +355,10 @@ class ProcessGroupComm(Comm):
     def _send_some(self, sent: Tensor, lengths: list[int], use: Callable[[list[Tensor]], T], operation: str) -> Pending[T]:
         """All-to-all of parts of these lengths, after an all-to-all of the lengths, which waits for all ranks."""
         counts = torch.tensor(lengths, device="cpu" if self.on_host else self.device)
-        known = torch.empty_like(counts)
+        counts_here = torch.empty_like(counts)
         number = self._launch(f"lengths of {operation}", counts.nbytes)
-        self._finish(self._all_to_all(known, counts, [8] * self.size, [8] * self.size), operation, number)
-        sizes = known.tolist()
+        self._finish(self._all_to_all(counts_here, counts, [8] * self.size, [8] * self.size), operation, number)
+        sizes = counts_here.tolist()
         received = torch.empty(sum(sizes), dtype=sent.dtype, device=sent.device)
         return self.all_to_all(received, sent, sizes, lengths).then(lambda _: use(list(received.split(sizes))))
 

@@ -61,8 +61,8 @@ class InitialValues:
 
     def __init__(self, layout: Layout, flat: Tensor | None, reader: Reader | None, leaves: Mapping[str, Leaf]) -> None:
         self.flat, self.reader, self.leaves = flat, reader, leaves
-        known = [] if reader is None else [slot for slot in layout.slots if slot.name in reader and slot.numel]
-        self._read = sorted(known, key=lambda slot: slot.offset)
+        stored = [] if reader is None else [slot for slot in layout.slots if slot.name in reader and slot.numel]
+        self._read = sorted(stored, key=lambda slot: slot.offset)
         self._ends = [slot.offset + slot.numel for slot in self._read]
         dtypes = [] if reader is None else [reader.dtype(slot.name) for slot in self._read]
         dtypes += [] if flat is None else [flat.dtype]

@@ -81,8 +81,8 @@ class Tape:
         inputs, outputs = ([x for x in tree_flatten(y)[0] if isinstance(x, Tensor) and x.is_meta] for y in ((args, kwargs), result))
         for tensor in (*inputs, *outputs):
             self.storages.setdefault(_key(tensor), tensor.untyped_storage())
-        known = {_key(tensor) for tensor in inputs}
-        created = [self._view(tensor) for tensor in outputs if _key(tensor) not in known]
+        of_inputs = {_key(tensor) for tensor in inputs}
+        created = [self._view(tensor) for tensor in outputs if _key(tensor) not in of_inputs]
         schema = function._schema
         if "empty" in schema.name:
             self.empty.update(view.key for view in created)
@@ -101,7 +101,7 @@ class Tape:
             args=tree_map_only(Tensor, self._kept, args),
             kwargs=tree_map_only(Tensor, self._kept, dict(kwargs)),
             outputs=created,
-            reads=frozenset(known - overwritten),
+            reads=frozenset(of_inputs - overwritten),
             writes=frozenset(view.key for view in (*created, *targets)),
             overwrites=frozenset(overwritten | {view.key for view in created}),
             is_random=torch.Tag.nondeterministic_seeded in function.tags,
@@ -112,15 +112,15 @@ class Tape:
         """Record a call of a function that initializes `target`, one of its arguments, and may draw."""
         self.storages.setdefault(_key(target), target.untyped_storage())
         key = frozenset({_key(target)})
-        whole = self._is_whole(self._view(target))
+        is_whole = self._is_whole(self._view(target))
         step = Step(
             function=function,
             args=(),
             kwargs=tree_map_only(Tensor, self._kept, dict(arguments)),
             outputs=(),
-            reads=frozenset() if whole else key,
+            reads=frozenset() if is_whole else key,
             writes=key,
-            overwrites=key if whole else frozenset(),
+            overwrites=key if is_whole else frozenset(),
             is_random=True,
         )
         self._add(step, arguments.get("generator"))

@@ -283,9 +283,9 @@ class _Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace not in ("aten", "slipstream"):  # metadata queries
             return out
-        made = 0
+        new_nbytes = 0
         for tensor in tensors_in(out):
-            made += self._follow(tensor.untyped_storage())
+            new_nbytes += self._follow(tensor.untyped_storage())
         work = self.work[self.phase]
         formula = formulas().get(func.overloadpacket)
         if formula is not None:
@@ -293,7 +293,7 @@ class _Meter(TorchDispatchMode):
             work[0] += flops
             dtype = str(next(tensors_in(args)).dtype).removeprefix("torch.")
             self.products[dtype] = self.products.get(dtype, 0) + flops
-        elif made or func._schema.is_mutable:  # not a view
+        elif new_nbytes or func._schema.is_mutable:  # not a view
             work[1] += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((args, out)))
         self._look()
         return out

@@ -40,8 +40,8 @@ def save_pretrained(states: States, folder: str, dtype: torch.dtype | None, shar
     if adapted:
         buffers = {} if only_trainable else entries.first_buffers(states)
         for announced in handover.announced_by_stages(states):
-            for name, (shape, kept) in announced.items():
-                tensors[name] = pretrained.Out(torch.empty(shape, device="meta"), dtype or kept)
+            for name, (shape, stored_dtype) in announced.items():
+                tensors[name] = pretrained.Out(torch.empty(shape, device="meta"), dtype or stored_dtype)
         renamed = handover.adapted_buffers(states, [name.partition(".")[2] for name in buffers])
         own = {new: pretrained.Out(buffers[f"buffer.{old}"], buffers[f"buffer.{old}"].dtype) for old, new in renamed.items()}
         tensors |= _of_all_stages(own, states)
@@ -88,7 +88,7 @@ def _of_all_stages(tensors: dict[str, pretrained.Out], states: States) -> dict[s
     """Add the tensors of other pipeline stages, of which this rank holds nothing, in the order of stages. Collective."""
     own = {name: (tuple(out.held.shape), out.dtype, dtype_of(out.held)) for name, out in tensors.items()}
     facts = entries.of_all_stages(own, states.mesh)
-    none = {name: FlatSlice(torch.empty(0, dtype=kept), shape, 0) for name, (shape, _, kept) in facts.items()}
+    none = {name: FlatSlice(torch.empty(0, dtype=held_dtype), shape, 0) for name, (shape, _, held_dtype) in facts.items()}
     return {name: tensors.get(name, pretrained.Out(none[name], facts[name][1])) for name in facts}
 
 

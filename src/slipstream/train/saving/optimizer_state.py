@@ -82,8 +82,8 @@ def _params(states: States) -> Iterator[tuple[Unit, int]]:
 
 def _names(states: States) -> list[list[str]]:
     """The names of each group's parameters in torch's order, over all pipeline stages in the model's order. Collective."""
-    known = {id(param): name for unit in states.units for param, name in zip(unit.model_params, unit.names, strict=True)}
-    own = [[known.get(id(param), "") for param in group["params"]] for group in states.steps.inner.param_groups]
+    names_by_id = {id(param): name for unit in states.units for param, name in zip(unit.model_params, unit.names, strict=True)}
+    own = [[names_by_id.get(id(param), "") for param in group["params"]] for group in states.steps.inner.param_groups]
     if states.mesh.pp.size == 1:
         return own
     by_stage = states.mesh.pp.gather(own)
@@ -107,11 +107,11 @@ def gather(states: States) -> dict[str, Any]:
     for unit, i, of_part in parts:
         tensors = {name: access.whole_of(value, unit, i) for name, value in of_part.items()}
         master = tensors.pop("master")
-        known = scalars.get(unit.names[i], {})
-        if known.get("step") == 0 or not (known or tensors):
+        unit_scalars = scalars.get(unit.names[i], {})
+        if unit_scalars.get("step") == 0 or not (unit_scalars or tensors):
             continue  # like torch, no state before the first step
         wider = {"master": master} if unit.dtypes.weights is not unit.dtypes.master else {}
-        by_name[unit.names[i]] = {name: _as_in_torch(name, value) for name, value in known.items()} | tensors | wider
+        by_name[unit.names[i]] = {name: _as_in_torch(name, value) for name, value in unit_scalars.items()} | tensors | wider
     names, count = _names(states), 0
     by_name = entries.of_all_stages(by_name, states.mesh)
     groups = []

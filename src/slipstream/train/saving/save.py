@@ -109,8 +109,8 @@ class Saves:
             yield directory, tag
             return
         agree(self.mesh.world, f"checkpoint {directory}/{tag or 'latest'} was not loaded", {"tag": tag})
-        with checkpoint.completed(directory, tag, self.hosts, universal=self.plan.universal) as found:
-            yield found
+        with checkpoint.completed(directory, tag, self.hosts, universal=self.plan.universal) as place:
+            yield place
 
     def finish(self) -> None:
         """Wait for the asynchronous save in flight. Collective; raises the same CheckpointError on every rank, once."""
