@@ -332,7 +332,7 @@ class _Import:
                 self._add(target, PartPlace(module[name].shape), module[name])
 
     def _fragments(self, part: DeepSpeedPart) -> None:
-        """Add the frozen parameters of which each rank's file has one range."""
+        """Add the frozen parameters; each rank's file has one range of each."""
         num_read = dict[str, int]()
         for file in part.model_files:
             state = part.model if file == part.model_files[0] else read(self.folder / file)

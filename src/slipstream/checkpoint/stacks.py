@@ -34,7 +34,7 @@ class StackPart(NamedTuple):
 
 
 def names_in_files(name: str) -> Iterator[str]:
-    """The names that a model's tensor may have in files: Mixtral's and PhiMoE's layers of experts had another name."""
+    """The names that a model's tensor may have in files, where the expert layers of Mixtral and PhiMoE have an older name."""
     yield name
     older = name.replace(".mlp.", ".block_sparse_moe.")
     yield older

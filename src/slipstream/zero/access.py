@@ -60,7 +60,7 @@ class Joint(NamedTuple):
     ranges: Sequence[Ranges]  # of each rank of the axis
 
     def join(self, value: Tensor) -> Tensor:
-        """Join the parts: the whole of which each rank of the axis has `value`. Collective over the axis."""
+        """Return the whole tensor, of which each rank of the axis passes its part `value`. Collective over the axis."""
         own = value.detach().movedim(self.part.dim, 0).contiguous()
         lengths = [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
         padded = torch.cat([own, own.new_zeros(max(lengths) - len(own), *own.shape[1:])])

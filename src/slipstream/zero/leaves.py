@@ -152,7 +152,7 @@ def cuts_of_tensors(param: Tensor) -> tuple[Part, ...]:
 
 
 def whole_shape(param: Tensor, own: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The shape of the whole of which a parameter is a part. own: the part's shape, if the parameter does not show it now."""
+    """The shape of the whole parameter. own: the shape of this rank's part, if the parameter does not show it now."""
     shape = list(param.shape if own is None else own)
     for part in cuts_of(param):
         shape[part.dim] = part.numel
