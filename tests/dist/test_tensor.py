@@ -346,6 +346,18 @@ def test_slices_are_sharded_within_groups() -> None:
 
 
 @distributed(world_size=2)
+def test_a_whole_state_dict_loads_into_slices() -> None:
+    """Of a tied embedding, by both names."""
+    for stage in (0, 3):
+        engine = slipstream.initialize(model=build("qwen2"), config=settings(stage, slipstream={"mesh": {"tp": 2}}))[0]
+        wanted = {name: value + 1 for name, value in engine.state_dict().items()}
+        assert engine.load_state_dict(wanted).missing_keys == []
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, wanted[name]), name
+        engine.destroy()
+
+
+@distributed(world_size=2)
 def test_values_that_are_cut_as_they_arise(tmp_path: Path) -> None:
     """zero.Init's recorded values, a module's own on meta, and files: each rank gets its part of the whole's values."""
 

@@ -343,8 +343,10 @@ class Engine(nn.Module):
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the engine's parameters; use assign=False")
         own = dict(state_dict)
-        for unit in self.units:
-            own |= {name: access.part_of_whole(own[name], unit, i) for i, name in enumerate(unit.names) if name in own}
+        places = {id(param): (unit, i) for unit in self.units for i, param in enumerate(unit.params)}
+        for name, param in self.module.named_parameters(remove_duplicate=False):  # a tied weight by each of its names
+            if name in own and id(param) in places:
+                own[name] = access.part_of_whole(own[name], *places[id(param)])
         with access.gathered_units(self._all_params(), None):
             result = self.module.load_state_dict(own, strict=strict)
         if self.states.outer is not None:
