@@ -19,8 +19,6 @@ SUPPORTED = ("cuda", "cpu")
 
 
 class DeepSpeedAccelerator:
-    """CUDA or the CPU."""
-
     def __init__(self, kind: str) -> None:
         self._name = kind
         self.on_cuda = kind == "cuda"

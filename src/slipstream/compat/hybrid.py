@@ -208,7 +208,6 @@ class _Twin:
         self._base = weakref.ref(base)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """As `InferenceEngine.update_weights`."""
         remaining, own = iter(tensors), dict(self.module.named_parameters())
         try:
             UpdateTarget.module(self.module).fill(lambda name, weight: own[name].copy_(weight), remaining)

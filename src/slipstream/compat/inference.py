@@ -150,7 +150,6 @@ class InferenceEngine(nn.Module):
     module: nn.Module
 
     def __init__(self, model: nn.Module, config: Any = None, **options: Any) -> None:
-        """See `init_inference`."""
         super().__init__()
         if not isinstance(model, nn.Module):
             raise ValueError(

@@ -80,8 +80,6 @@ class TopKGate(nn.Module):
 
 
 class MOELayer(nn.Module):
-    """A gate and its experts."""
-
     def __init__(self, gate: TopKGate, experts: Experts) -> None:
         super().__init__()
         self.gate, self.experts = gate, experts

@@ -95,8 +95,6 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
 
 
 class SchedulingResult(Enum):
-    """The result of `can_schedule` for a forward."""
-
     Success = 0
     EngineSequenceLimitExceeded = 1  # more than max_tracked_sequences would be unflushed
     BatchSequenceLimitExceeded = 2  # more than max_ragged_sequence_count sequences

@@ -112,7 +112,6 @@ def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> f
 
 
 def get_tensor_bytes(item: Any) -> int:
-    """Return the bytes of all tensors in a tree."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(item))
 
 

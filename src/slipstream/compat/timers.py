@@ -76,8 +76,6 @@ def _device() -> torch.device:
 
 
 class SynchronizedWallClockTimer:
-    """Timers by name."""
-
     def __init__(self) -> None:
         self.timers: dict[str, Timer] = {}
 

@@ -617,7 +617,6 @@ def register_engine(engine: Any) -> None:
 
 
 def traffic_of_engines() -> list[Any]:
-    """The communication logs of living engines."""
     return [
         engine.states.resources["traffic"] for engine in _engines if "states" in vars(engine) and engine.plan.traffic is not None
     ]

@@ -341,7 +341,6 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def put(self, role: str, weight: Matrix) -> None:
-        """As `core.Runner.put`."""
         self._parts.put(role, weight)
 
     # -- running --

@@ -83,7 +83,6 @@ class DraftModel:
         return drafts
 
     def forget(self, request: Request) -> None:
-        """Free the state of a request."""
         self._sampler.forget(request)
         if (twin := self._twins.pop(request, None)) is not None:
             self._likely += RECENT * (twin.likely - self._likely)

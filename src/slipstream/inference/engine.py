@@ -330,7 +330,6 @@ class Engine:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of the loaded adapters."""
         return tuple(self._adapters)
 
     def load_adapter(self, name: str, folder: str | os.PathLike[str], *, replace: bool = False) -> None:

@@ -400,8 +400,6 @@ def layer_weights(config: TransformerConfig, index: int, state: Mapping[str, Mat
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads weights by role."""
-
     config: TransformerConfig
     source: _Source
 

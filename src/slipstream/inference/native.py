@@ -751,7 +751,6 @@ class NativeDecoder:
             model.embed, model.embed_codes, model.embed_type, model.embed_scale = saved
 
     def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """As `core.Runner.forward`."""
         self.copy(batch.copies)
         numbers = numbers_of(batch, self._turn, PANEL)
         ids, *_, logit_rows = numbers

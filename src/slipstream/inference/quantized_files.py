@@ -37,8 +37,6 @@ class Restored(NamedTuple):
 
 
 class _Codes(NamedTuple):
-    """A 4-bit matrix."""
-
     packed: Tensor  # as `Int4.q`
     scale: Tensor  # [out, groups]
     zero: Tensor  # [out, groups], whole numbers

@@ -35,12 +35,10 @@ class RanksRunner:
         raise AssertionError(f"{role}: a model over processes is opened again for new weights")
 
     def forward(self, batch: Batch) -> Tensor:
-        """As `core.Runner.forward`."""
         with self.ranks.forward(batch.copies, (*numbers_of(batch, int, self.block_size), array("i"))):
             return self._computed(lambda: self.own.forward(batch))
 
     def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """As `Decoder.hidden`."""
         ids, first_row = array("i", chain(*texts)), array("i", accumulate(map(len, texts), initial=0))
         others = [array("i")] * 5
         with self.ranks.forward((), (ids, first_row, *others, array("i", chain(*types or ())))):

@@ -25,8 +25,6 @@ _WRAPPERS = re.compile(r"^((base_model\.model|module|_orig_mod)\.)+")  # the pre
 
 
 class WeightForm(NamedTuple):
-    """The form in which a weight is stored."""
-
     kind: torch.dtype | type[Codes]
     device: torch.device
     group: int = 0  # only Int4: inputs per scale

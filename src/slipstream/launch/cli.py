@@ -361,7 +361,6 @@ def _addresses(text: str) -> list[str]:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and the options of the engine."""
     parser.add_argument("model", type=_model, metavar="MODEL", help=_MODELS)
     _add_engine(parser)
 

@@ -55,8 +55,6 @@ _EXPLANATIONS: dict[int, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The record of one failed rank."""
-
     rank: int
     host: str
     time_ns: int  # of the exception or the death

@@ -31,8 +31,6 @@ AXES: Mapping[str, tuple[str, ...]] = {  # axis of the search -> the keys that i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A configuration that could be run."""
-
     changes: Mapping[str, Any]  # of the config, by dotted key
     micro: int  # samples of a micro-batch
     samples: int  # of a step, over all ranks
@@ -48,8 +46,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A run that has ended."""
-
     changes: Mapping[str, Any]
     outcome: str  # measured, stopped (early) or failed
     reason: str = ""
@@ -212,7 +208,6 @@ def is_slow(values: Sequence[float], rows: Sequence[Outcome]) -> bool:
 
 
 def why_not_run(candidate: Candidate, value: float, best: Outcome | None, rules: Rules, ended: str, budget: int) -> str:
-    """Why a candidate was not run."""
     if not candidate.fits and candidate.memory is not None:
         return f"predicted to need {candidate.memory / 2**30:.2f} GiB, above {budget / 2**30:.2f} GiB"
     if best is not None and value > (most := cost_of(best, rules)):

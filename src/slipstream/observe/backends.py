@@ -104,7 +104,6 @@ class ServiceRun:
 
 
 def wandb(group: str | None, team: str | None, project: str) -> ServiceRun:
-    """A run of Weights & Biases."""
     return ServiceRun(importlib.import_module("wandb").init(project=project, group=group, entity=team))
 
 

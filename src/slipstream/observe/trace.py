@@ -96,7 +96,6 @@ class Trace:
             self._backward = None
 
     def close(self) -> None:
-        """Write the trace."""
         if self._profile is None:
             return
         self._end_backward()

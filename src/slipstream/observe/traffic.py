@@ -106,7 +106,6 @@ class CommLog:
         return found
 
     def reset(self) -> None:
-        """Discard the record."""
         self.sent.clear()
         self.waited_ms.clear()
         self._marks.clear()

@@ -340,7 +340,6 @@ class ChatFormat(ChoicesFormat):
         return answer
 
     def _think(self, part: Output) -> tuple[str, Output]:
-        """Split off the reasoning."""
         if self.thinking is None:
             return "", part
         thoughts = self._thoughts.setdefault(part.index, Thoughts(*self.thinking))

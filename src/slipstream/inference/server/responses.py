@@ -309,7 +309,6 @@ class ResponsesFormat(Format):
         return events + self._event(name, **self._place(), content_index=0, delta=text, **more)
 
     def _close(self, status: str = "completed") -> bytes:
-        """Complete the last item."""
         if not self._open:
             return b""
         self._open, item = False, self._items[-1]

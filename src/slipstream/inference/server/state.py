@@ -44,8 +44,6 @@ def check_scores(num: int) -> None:
 
 
 class Caller(NamedTuple):
-    """The sender of a request."""
-
     tenant: str  # a digest of the API key; "" without keys
     salt: str  # for the prefix cache
     prioritizes: bool  # whether `priority` has an effect
@@ -284,5 +282,4 @@ def body_of(engine: Served, created: int) -> ModelBody:
 
 
 def adapter_of(model: ModelBody, name: str) -> ModelBody:
-    """The description of a model's adapter."""
     return {**model, "id": name, "parent": model["id"]}

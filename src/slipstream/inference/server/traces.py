@@ -75,7 +75,6 @@ class Traces:
             await self.app(scope, receive, traced)
 
     def close(self) -> None:
-        """Send the remaining spans."""
         self.provider.shutdown()
 
 
