@@ -102,12 +102,12 @@ class Encoder:
         mask[1, 7:] = 0
         if self._pad is not None:
             ids[1, 7:] = self._pad
-        own = base(input_ids=ids, attention_mask=mask).last_hidden_state.float()
-        ours = self.hidden(ids, mask, None)
-        if ours is None:
+        expected = base(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+        computed = self.hidden(ids, mask, None)
+        if computed is None:
             return float("inf")
         kept = mask.bool()
-        return float((ours[kept] - own[kept]).norm() / own[kept].norm())
+        return float((computed[kept] - expected[kept]).norm() / expected[kept].norm())
 
     def hidden(self, ids: Tensor, mask: Tensor | None, types: Tensor | None) -> Tensor | None:
         """Token ids, mask and types [texts, tokens] -> fp32 [texts, tokens, hidden], 0 where the mask is; None for other inputs."""
@@ -122,8 +122,8 @@ class Encoder:
         parts, step = [], max(1, ROWS // ids.shape[1])
         with self._running:
             for first in range(0, len(ids), step):
-                some = range(first, min(first + step, len(ids)))
-                parts.append(self._runner.hidden(*([row[i][: lengths[i]] for i in some] for row in rows)))
+                batch = range(first, min(first + step, len(ids)))
+                parts.append(self._runner.hidden(*([row[i][: lengths[i]] for i in batch] for row in rows)))
         out = torch.zeros(*ids.shape, parts[0].shape[1])
         out[kept] = torch.cat(parts)
         return out

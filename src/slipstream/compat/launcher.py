@@ -39,13 +39,13 @@ def translate(arguments: Sequence[str]) -> list[str]:
     """Translate DeepSpeed's launcher arguments to those of `slipstream run`, or of `slipstream tune`. Raises ValueError for
     unsupported flags."""
     translated, remaining = ["run", "--pass-local-rank"], list(arguments)  # DeepSpeed's default
-    seen: dict[str, str] = {}
+    flags: dict[str, str] = {}
     while remaining and remaining[0].startswith("-"):
         flag = remaining.pop(0)
         name, equals, value = flag.partition("=")
         if name in _VALUED and not equals and remaining:
             value = remaining.pop(0)
-        seen[name] = value
+        flags[name] = value
         if name == "--no_local_rank":
             translated.remove("--pass-local-rank")
         elif name == "--log_level":
@@ -55,14 +55,14 @@ def translate(arguments: Sequence[str]) -> list[str]:
         elif name not in _DROPPED and name not in _TOGETHER:
             translated.append(flag.replace("--num_accelerators", "--num_gpus"))
             translated += [value] if name in _VALUED and not equals else []
-    translated += _together(seen)
-    remaining = _ranked(seen, translated, remaining)
-    return _tuning(seen["--autotuning"], translated[1:], remaining) if "--autotuning" in seen else [*translated, *remaining]
+    translated += _together(flags)
+    remaining = _ranked(flags, translated, remaining)
+    return _tuning(flags["--autotuning"], translated[1:], remaining) if "--autotuning" in flags else [*translated, *remaining]
 
 
-def _ranked(seen: Mapping[str, str], translated: list[str], command: list[str]) -> list[str]:
+def _ranked(flags: Mapping[str, str], translated: list[str], command: list[str]) -> list[str]:
     """The command. A program that is not Python gets its rank from a shell: the option of `slipstream run` is for scripts."""
-    if "--no_python" not in seen or "--pass-local-rank" not in translated:
+    if "--no_python" not in flags or "--pass-local-rank" not in translated:
         return command
     translated.remove("--pass-local-rank")
     return ["sh", "-c", _RANKED, "sh", *command]
@@ -89,20 +89,20 @@ def _quiet(level: str) -> list[str]:
     return ["--quiet"] if _LEVELS.index(level) > 1 else []
 
 
-def _together(seen: Mapping[str, str]) -> list[str]:
+def _together(flags: Mapping[str, str]) -> list[str]:
     """The options that result from several of DeepSpeed's flags together."""
     options = []
-    least, most = seen.get("--min_elastic_nodes", "1"), seen.get("--max_elastic_nodes") or seen.get("--num_nodes")
-    if "--elastic_training" in seen:
+    least, most = flags.get("--min_elastic_nodes", "1"), flags.get("--max_elastic_nodes") or flags.get("--num_nodes")
+    if "--elastic_training" in flags:
         if most is None:
             raise ValueError("deepspeed --elastic_training needs the largest number of hosts: add --max_elastic_nodes N")
         options += ["--elastic", f"{least}:{most}"]
-    elif unused := [name for name in _TOGETHER if name in seen and name.endswith("_elastic_nodes")]:
+    elif unused := [name for name in _TOGETHER if name in flags and name.endswith("_elastic_nodes")]:
         raise ValueError(f"deepspeed {unused[0]} is for elastic runs: add --elastic_training")
-    for_srun = [f"{name}={shlex.quote(seen[name])}" for name in ("--comment", "--account") if name in seen]
-    if for_srun and seen.get("--launcher", "").lower() != "slurm":
+    for_srun = [f"{name}={shlex.quote(flags[name])}" for name in ("--comment", "--account") if name in flags]
+    if for_srun and flags.get("--launcher", "").lower() != "slurm":
         raise ValueError(f"deepspeed {for_srun[0].partition('=')[0]} is an option of srun: add --launcher slurm")
-    if words := " ".join([*filter(None, [seen.get("--launcher_args")]), *for_srun]):
+    if words := " ".join([*filter(None, [flags.get("--launcher_args")]), *for_srun]):
         options.append(f"--launcher-args={words}")
     return options
 

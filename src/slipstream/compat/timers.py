@@ -165,9 +165,9 @@ class ThroughputTimer:
             return
         self._settle()
         self.global_step_count += 1
-        every, step = self.steps_per_output, self._step
+        interval, step = self.steps_per_output, self._step
         self._last, self._step = step, []
-        if report_speed and step and every is not None and self.global_step_count % every == 0:
+        if report_speed and step and interval is not None and self.global_step_count % interval == 0:
             device, step_time = get_accelerator(), sum(clock.between(*marks) for marks in step)
             self.logging(
                 f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
@@ -194,9 +194,9 @@ class StepLines:
         self.speed = ThroughputTimer(engine._config.timers_config, plan.batch.train_batch_size, steps_per_output=self.every)
         progress = engine.progress
         progress.every, progress.times = None, plan.activations.profile and is_first
-        told = plan.memory_breakdown and is_first
+        memory = plan.memory_breakdown and is_first
         kept = [around for around in progress.around if not isinstance(around, PhaseMemory)]
-        progress.around[:] = [*kept, *([_memory] if told else []), *([self._phase] if self.times or self.speed.enabled else [])]
+        progress.around[:] = [*kept, *([_memory] if memory else []), *([self._phase] if self.times or self.speed.enabled else [])]
         engine.states.after_step.append(lambda _: self.end_step())
 
     @contextmanager

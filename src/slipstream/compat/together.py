@@ -44,11 +44,11 @@ class Leader:
 
 def _sendable(error: BaseException) -> Exception:
     """An error that other ranks can unpickle; for an interrupt, a RuntimeError that describes it."""
-    told = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+    described = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
     if not isinstance(error, Exception):
-        return told
+        return described
     try:
         copied = pickle.loads(pickle.dumps(error))
     except Exception:  # its class is local to a function, or has other arguments
-        return told
-    return error if type(copied) is type(error) else told
+        return described
+    return error if type(copied) is type(error) else described

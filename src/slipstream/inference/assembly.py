@@ -258,11 +258,11 @@ def _draft(draft: Any, vocab_size: int, tokenizer: Tokenizer | None, place: torc
         if size != vocab_size:
             raise ValueError(f"draft has {size:,} tokens, and the model {vocab_size:,}; give one with the same vocabulary")
         return served.forward
-    tokens, theirs = ({number: text for text, number in one.backend.get_vocab().items()} for one in (tokenizer, own))
+    tokens, draft_tokens = ({number: text for text, number in one.backend.get_vocab().items()} for one in (tokenizer, own))
     for number, text in sorted(tokens.items()):
-        if theirs.get(number, text) != text:
+        if draft_tokens.get(number, text) != text:
             raise ValueError(
-                f"token {number} is {text!r} to the model and {theirs[number]!r} to the draft {name_of(draft)}; "
+                f"token {number} is {text!r} to the model and {draft_tokens[number]!r} to the draft {name_of(draft)}; "
                 "give one with the same vocabulary"
             )
     return served.forward

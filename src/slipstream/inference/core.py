@@ -193,9 +193,9 @@ class Request:
     @property
     def deadline(self) -> float:
         """When its next token is due by the target; infinite without a target."""
-        begun = self.num_generated > 0
-        within = self.target.wait_within if begun else self.target.first_within
-        return math.inf if within is None else (self.token_at if begun else self.arrival) + within
+        has_token = self.num_generated > 0
+        within = self.target.wait_within if has_token else self.target.first_within
+        return math.inf if within is None else (self.token_at if has_token else self.arrival) + within
 
     @property
     def is_plain(self) -> bool:

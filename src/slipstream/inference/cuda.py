@@ -350,10 +350,10 @@ class CudaDecoder:
         """As `core.Runner.forward`; the logits are on the cache's device."""
         with self._here():
             self.cache.copy(batch.copies)
-            alone = all(chunk.num_tokens == 1 for chunk in batch.chunks)
-            lanes = self._lanes(alone)
+            one_row_each = all(chunk.num_tokens == 1 for chunk in batch.chunks)
+            lanes = self._lanes(one_row_each)
             lists = self._numbers(batch, lanes // self._lanes_of_row)
-            if alone and (size := next((size for size in self._graphs if size >= len(batch.chunks)), 0)):
+            if one_row_each and (size := next((size for size in self._graphs if size >= len(batch.chunks)), 0)):
                 graph, logits = self._graphs[size]
                 numbers, _ = self._pack(lists, size)
                 self._static[: len(numbers)].copy_(numbers, non_blocking=True)
@@ -364,7 +364,7 @@ class CudaDecoder:
     @torch.inference_mode()
     def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
         """As `decoder.Decoder.hidden`."""
-        lanes = self._lanes(alone=False)
+        lanes = self._lanes(one_row_each=False)
         with self._here():
             lists = self._numbers(text_batch(texts, self.block_size), lanes // self._lanes_of_row)
             kinds = None if types is None else torch.tensor([kind for row in types for kind in row], device=self.cache.device)
@@ -398,8 +398,8 @@ class CudaDecoder:
         numbers, cuts = self._pack(lists)
         return self._step(numbers.to(self.cache.device, non_blocking=True), cuts, lanes, max(lists[3]))
 
-    def _lanes(self, alone: bool) -> int:
-        return max(_FEW_LANES if alone and self.dtype != torch.float32 else _LANES, self._lanes_of_row)
+    def _lanes(self, one_row_each: bool) -> int:
+        return max(_FEW_LANES if one_row_each and self.dtype != torch.float32 else _LANES, self._lanes_of_row)
 
     def _here(self) -> contextlib.AbstractContextManager[Any]:
         """Make the cache's device current, because Triton launches on the current device."""
@@ -439,7 +439,7 @@ class CudaDecoder:
     def _capture(self, max_batch: int) -> None:
         """Capture graphs for 1, 2, 4, ... and `max_batch` rows. The largest comes first: the others reuse its memory."""
         sizes = sorted({*(1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch), max_batch})
-        lanes = self._lanes(alone=True)
+        lanes = self._lanes(one_row_each=True)
         capacity = len(_UNUSED) * (max_batch + _ALIGN) + max_batch * -(-self._num_positions // self.block_size)
         pool = torch.cuda.graph_pool_handle()
         with self._here():

@@ -66,18 +66,18 @@ class DraftModel:
             if number > 0:
                 numbers[request], twin.waited = number, 0
         drafts: dict[Request, tuple[int, ...]] = dict.fromkeys(numbers, ())
-        going = list(numbers)
-        while going:
+        active = list(numbers)
+        while active:
             start, is_step = time.perf_counter(), any(drafts.values())
-            tokens = self._compute(going, drafts)
+            tokens = self._compute(active, drafts)
             if is_step and tokens:
                 self._step += (time.perf_counter() - start - self._step) * (RECENT if self._step else 1.0)
-            going = []
+            active = []
             for request, token in tokens.items():
                 drafts[request] += (token,)
                 if len(drafts[request]) < numbers[request] and token not in request.end_ids:
                     self._twins[request].request.tokens.append(token)
-                    going.append(request)
+                    active.append(request)
         for request, draft in drafts.items():
             self._twins[request].proposed = draft
         return drafts

@@ -303,12 +303,12 @@ class InferenceEngine:
         consumer, cancels the unfinished answers. Outputs that the consumer has not read wait in memory, at most all of these
         answers: an engine that waited for the consumer would stall its other callers.
         """
-        whose = {"adapter": adapter or "", "first_within": first_within, "wait_within": wait_within}
+        options = {"adapter": adapter or "", "first_within": first_within, "wait_within": wait_within}
         if isinstance(prompts, torch.Tensor) or "input_ids" in settings or "inputs" in settings:
-            return self._generate_tensor(prompts, params, stream, n, whose, settings)
+            return self._generate_tensor(prompts, params, stream, n, options, settings)
         params, n = _sampling(params, n, settings)
         batch, single = _as_list(prompts)
-        deltas = self._deltas(batch, params, n, whose)
+        deltas = self._deltas(batch, params, n, options)
         if stream:
             return deltas
         completions = _assemble(deltas, len(batch), n, params)
@@ -338,8 +338,8 @@ class InferenceEngine:
             submitted.exception()  # retrieved, so that asyncio does not log it
             feed.cancel()
 
-        whose = {"adapter": adapter or "", "first_within": first_within, "wait_within": wait_within}
-        feed = await asyncio.to_thread(_Feed, self.engine, batch, params, n, send, whose)
+        options = {"adapter": adapter or "", "first_within": first_within, "wait_within": wait_within}
+        feed = await asyncio.to_thread(_Feed, self.engine, batch, params, n, send, options)
         submitting: asyncio.Future[None] | None = None
         try:
             while not feed.over:
@@ -357,11 +357,11 @@ class InferenceEngine:
                 submitting.add_done_callback(abandon)
 
     def _deltas(
-        self, batch: Sequence[str | TokenIds], params: SamplingParams, n: int, whose: Mapping[str, Any]
+        self, batch: Sequence[str | TokenIds], params: SamplingParams, n: int, options: Mapping[str, Any]
     ) -> Generator[Delta]:
         """Submit the prompts before returning, so that invalid requests raise here."""
         outputs: queue.SimpleQueue[tuple[int, Output]] = queue.SimpleQueue()
-        feed = _Feed(self.engine, batch, params, n, lambda *item: outputs.put(item), whose)
+        feed = _Feed(self.engine, batch, params, n, lambda *item: outputs.put(item), options)
 
         def follow() -> Generator[Delta]:
             owner = self  # keeps the engine open: garbage collection of an InferenceEngine closes it
@@ -388,7 +388,7 @@ class InferenceEngine:
         params: SamplingParams | None,
         stream: bool,
         n: int,
-        whose: Mapping[str, Any],
+        options: Mapping[str, Any],
         settings: dict[str, Any],
     ) -> Any:
         """transformers' convention: rows of token ids in, rows of prompt and answer out, padded on the right."""
@@ -401,7 +401,7 @@ class InferenceEngine:
         mask = torch.ones_like(rows) if mask is None else mask.reshape(rows.shape)
         batch = [row[row_mask.bool()].tolist() for row, row_mask in zip(rows, mask, strict=True)]
         params, n = _sampling(params, n, settings)
-        deltas = self._deltas(batch, params, n, whose)
+        deltas = self._deltas(batch, params, n, options)
         if stream:
             return deltas
         answers = [torch.tensor(one.token_ids, dtype=ids.dtype) for one in _assemble(deltas, len(batch), n, params)]
@@ -421,10 +421,10 @@ class _Feed:
         params: SamplingParams,
         n: int,
         send: Callable[[int, Output], object],
-        whose: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> None:
-        """`whose`: adapter and target, arguments of `Engine.submit`."""
-        self.engine, self.params, self.n, self.send, self.whose = engine, params, n, send, whose
+        """`options`: adapter and target, arguments of `Engine.submit`."""
+        self.engine, self.params, self.n, self.send, self.options = engine, params, n, send, options
         self.pending = deque((number, engine.encode(prompt)) for number, prompt in enumerate(batch))
         self.handles: list[Handle] = []
         self.live = 0  # unfinished answers; at 0, no output will arrive
@@ -444,7 +444,7 @@ class _Feed:
         while self.can_submit:
             number, ids = self.pending[0]
             try:
-                self.handles.append(self.engine.submit(ids, self.params, n=self.n, sink=partial(self.send, number), **self.whose))
+                self.handles.append(self.engine.submit(ids, self.params, n=self.n, sink=partial(self.send, number), **self.options))
             except QueueFullError:
                 self.queue_free = False
                 break

@@ -195,7 +195,7 @@ def matrix(
 def _of_k_quants(kind: int, rows: Tensor, form: type[Codes] | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Matrix:
     """`rows`: uint8 [rows, row bytes]. Converts some blocks at a time."""
     at_once = max(1, _AT_ONCE * _BLOCKS[kind][1] // rows.shape[1])
-    parts = [_k_quant(kind, some) for some in rows.split(at_once)]
+    parts = [_k_quant(kind, batch) for batch in rows.split(at_once)]
     if form is None:
         return torch.cat([dequantize(part).to(dtype) for part in parts]).view(shape)
     k = KQuant(*map(torch.cat, zip(*parts, strict=True)))

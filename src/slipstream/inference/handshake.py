@@ -25,23 +25,23 @@ _REFUSED = bytes(SIZE)
 
 def admit(connection: Connection, secret: bytes) -> bool:
     """The engine's end. Returns whether the other end knows the secret; raises OSError if it does not answer."""
-    deadline, ours = time.monotonic() + TIME, secrets.token_bytes(SIZE)
+    deadline, own_nonce = time.monotonic() + TIME, secrets.token_bytes(SIZE)
     connection.settimeout(TIME)
-    connection.sendall(GREETING + ours)
-    theirs, proof = _receive(connection, SIZE, deadline), _receive(connection, SIZE, deadline)
-    known = hmac.compare_digest(proof, _proof(secret, b"server", ours, theirs))
-    connection.sendall(_proof(secret, b"engine", ours, theirs) if known else _REFUSED)
+    connection.sendall(GREETING + own_nonce)
+    other_nonce, proof = _receive(connection, SIZE, deadline), _receive(connection, SIZE, deadline)
+    known = hmac.compare_digest(proof, _proof(secret, b"server", own_nonce, other_nonce))
+    connection.sendall(_proof(secret, b"engine", own_nonce, other_nonce) if known else _REFUSED)
     return known
 
 
 def enter(connection: Connection, secret: bytes) -> None:
     """The server's end. Raises ValueError if the secrets differ, OSError if the other end is no engine or does not answer."""
-    deadline, ours = time.monotonic() + TIME, secrets.token_bytes(SIZE)
+    deadline, own_nonce = time.monotonic() + TIME, secrets.token_bytes(SIZE)
     if _receive(connection, len(GREETING), deadline) != GREETING:
         raise OSError("what listens there is no engine of this version")
-    theirs = _receive(connection, SIZE, deadline)
-    connection.sendall(ours + _proof(secret, b"server", theirs, ours))
-    if not hmac.compare_digest(_receive(connection, SIZE, deadline), _proof(secret, b"engine", theirs, ours)):
+    other_nonce = _receive(connection, SIZE, deadline)
+    connection.sendall(own_nonce + _proof(secret, b"server", other_nonce, own_nonce))
+    if not hmac.compare_digest(_receive(connection, SIZE, deadline), _proof(secret, b"engine", other_nonce, own_nonce)):
         raise ValueError("the engine has another secret; give both the same --engine-secret-file or SLIPSTREAM_ENGINE_SECRET")
 
 

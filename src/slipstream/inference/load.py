@@ -304,15 +304,15 @@ _GGUF_NAMES = {
 }
 
 
-def _gguf(path: Path, asked: Opening, device: torch.device) -> LoadedModel:
+def _gguf(path: Path, requested: Opening, device: torch.device) -> LoadedModel:
     file = read_gguf(path)
     config = _gguf_config(path, file)
-    kind, why = "stored" if asked.kind == "auto" else asked.kind, ""
+    kind, why = "stored" if requested.kind == "auto" else requested.kind, ""
     all_forms = (KQuant, Int8, Int4) if device.type == "cpu" else (Int4,)  # those with kernels on the device
     sizes = [(math.prod(one.shape), is_block(one), form_of(one, all_forms) is not None) for one in file.tensors.values()]
-    if asked.kind == "auto" and any(block for _, block, _ in sizes):
+    if requested.kind == "auto" and any(block for _, block, _ in sizes):
         mostly = sum(size * (2 * kept - 1) for size, block, kept in sizes if block) >= 0
-        kind, why = choose(sum(size for size, _, _ in sizes) // asked.devices, mostly, device)
+        kind, why = choose(sum(size for size, _, _ in sizes) // requested.devices, mostly, device)
     forms = {"stored": all_forms, "int4": (Int4,)}.get(kind, ())
     whole = kind == "stored" and device.type == "cpu"  # the embedding and the head are kept in blocks, too
     wide = torch.float32 if kind in QUANTIZED else FLOATS.get(kind, torch.bfloat16)
@@ -326,7 +326,7 @@ def _gguf(path: Path, asked: Opening, device: torch.device) -> LoadedModel:
         return m if heads is None else _unpermute(m, heads)
 
     readers = {_hf_name(name): partial(read, name, stored) for name, stored in file.tensors.items() if name != "rope_freqs.weight"}
-    opening = asked._replace(kind=kind, why=why)
+    opening = requested._replace(kind=kind, why=why)
     return replace(_build(config, _LazyState(readers), opening, torch.bfloat16), gguf=file.metadata)
 
 

@@ -100,8 +100,8 @@ class ServingRanks:
         self.axis = Axis("tp", self._group, tuple(range(size)), self.index, size)
         self.gather = self.axis.gather
         self._peers: list[Peer] = meet(self.axis)
-        here = [peer.rank for peer in self._peers if peer.host == self._peers[self.index].host]
-        self.neighbors, self.place = len(here), here.index(self.index)  # processes on this host; this one's index among them
+        local = [peer.rank for peer in self._peers if peer.host == self._peers[self.index].host]
+        self.neighbors, self.place = len(local), local.index(self.index)  # processes on this host; this one's index among them
         self.on_one_host = self.neighbors == size
         self.sharing, self.num_devices = self.neighbors, 1
         self._callback = _Exchange(self._exchange)  # kept alive: C has its address
@@ -118,25 +118,25 @@ class ServingRanks:
     def compute_on(self, device: torch.device) -> None:
         """Set `sharing`, the number of this host's processes on the same device, and `num_devices` of all. Collective."""
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        every = self.gather((self._peers[self.index].host, device.type, uuid))
-        self.sharing, self.num_devices = every.count(every[self.index]), len(set(every))
+        devices = self.gather((self._peers[self.index].host, device.type, uuid))
+        self.sharing, self.num_devices = devices.count(devices[self.index]), len(set(devices))
 
     def together(self, read: Callable[[], LoadedModel], **options: object) -> LoadedModel:
         """Return `read()`. Raises ValueError on all ranks if one rank fails or differs, because all must compute the same bits with
         equal operations. `options`: other values that must be equal."""
-        told = ""
+        text = ""
         try:
             loaded = read()
             model = hashlib.sha256(repr(replace(loaded.config, part=ModelPart())).encode()).hexdigest()[:8]
             options |= {"token_budget": self.max_rows, "instructions": cpu.isa(), "part": replace(loaded.config.part, index=0)}
-            told = f"model {model}, {loaded.opening.kind}, {loaded.dtype}, {', '.join(f'{key} {options[key]}' for key in options)}"
+            text = f"model {model}, {loaded.opening.kind}, {loaded.dtype}, {', '.join(f'{key} {options[key]}' for key in options)}"
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}"
             raise
         finally:
-            known = self.gather(told)
-        if len(set(known)) > 1:
-            raise ValueError(f"the ranks differ; open one model with the same options on like processors: {known}")
+            texts = self.gather(text)
+        if len(set(texts)) > 1:
+            raise ValueError(f"the ranks differ; open one model with the same options on like processors: {texts}")
         return loaded
 
     def exchange(self, device: torch.device) -> Exchange:
@@ -184,9 +184,9 @@ class ServingRanks:
         return dict(zip(widths, rows, strict=True))
 
     def _are_crowded(self, threads: int) -> bool:
-        host, every = self._peers[self.index].host, self.gather((threads, os.sched_getaffinity(0)))
-        here = [one for one, peer in zip(every, self._peers, strict=True) if peer.host == host]
-        return sum(num for num, _ in here) > len(set().union(*(cores for _, cores in here)))
+        host, shares = self._peers[self.index].host, self.gather((threads, os.sched_getaffinity(0)))
+        local = [one for one, peer in zip(shares, self._peers, strict=True) if peer.host == host]
+        return sum(num for num, _ in local) > len(set().union(*(cores for _, cores in local)))
 
     def _connect(self) -> list[Connection]:
         place = "127.0.0.1" if self.on_one_host else ""

@@ -289,10 +289,10 @@ def _fork_on_demand(connection: socket.socket, assembled: Assembled, digest: str
 
 def _replica(descriptors: Sequence[int], cores: Sequence[int], assembled: Assembled, digest: str) -> int:
     """Serve in a forked process. Returns its exit status."""
-    served, says = descriptors
+    served, stderr_fd = descriptors
     for stream in (1, 2):
-        os.dup2(says, stream)
-    os.close(says)
+        os.dup2(stderr_fd, stream)
+    os.close(stderr_fd)
     shared = _resident()
     try:
         _run_on(cores)

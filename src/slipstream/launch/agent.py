@@ -137,8 +137,8 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
             print(f"slipstream run: {_saved(folder)}", file=sys.stderr, flush=True)
             return brief.AGAIN
         if not lease:
-            said = f"stopped by {number.name}, and its ranks have stopped; {brief.last_checkpoint(str(folder))}"
-            print(f"slipstream run: {said}", file=sys.stderr, flush=True)
+            text = f"stopped by {number.name}, and its ranks have stopped; {brief.last_checkpoint(str(folder))}"
+            print(f"slipstream run: {text}", file=sys.stderr, flush=True)
         return 128 + number
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -164,10 +164,10 @@ def _memory_of_host() -> Iterator[None]:
     if not os.access(_SHARED_MEMORY, os.W_OK):
         yield
         return
-    for left in _SHARED_MEMORY.glob(f"{_KEPT}*"):
+    for stale in _SHARED_MEMORY.glob(f"{_KEPT}*"):
         with suppress(OSError):
-            os.close(_locked(left))
-            shutil.rmtree(left, ignore_errors=True)
+            os.close(_locked(stale))
+            shutil.rmtree(stale, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=_KEPT, dir=_SHARED_MEMORY)
     lock = _locked(folder)
     os.environ[brief.MEMORY] = folder

@@ -588,21 +588,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         closed = isinstance(error, BrokenPipeError)  # the reader of stdout has closed it (`| head`)
-        where = error.filename
-        if not closed and where is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        filename = error.filename
+        if not closed and filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         try:
             sys.stdout.flush()
         except OSError:  # the full device is stdout
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes its buffer at exit
-            where = where or "its output"
+            filename = filename or "its output"
         if closed:
             return 141
-        if where is None:
+        if filename is None:
             if not _is_full(1):
                 raise
-            where = "its output"
-        print(f"slipstream {options.command}: {error.strerror}: {where}", file=sys.stderr)
+            filename = "its output"
+        print(f"slipstream {options.command}: {error.strerror}: {filename}", file=sys.stderr)
         return 1
 
 

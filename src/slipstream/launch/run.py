@@ -148,22 +148,22 @@ def _describe_local(options: argparse.Namespace, around: HostState, num_ranks: i
         text += f" ({devices})" if around.num_devices else " (no CUDA device; set --nproc N to start more)"
     if place.num_nodes > 1:
         master = f"{place.master_addr}:{place.master_port or DEFAULT_PORT}"
-        which = f"{options.elastic} hosts" if options.elastic else f"node {place.node_rank} of {place.num_nodes}"
-        text += f"; {which}, master {master}"
+        position = f"{options.elastic} hosts" if options.elastic else f"node {place.node_rank} of {place.num_nodes}"
+        text += f"; {position}, master {master}"
     return text
 
 
 def _start_here(options: argparse.Namespace, around: HostState, job: Job, place: Node) -> Start:
     """Plan one node, whose agent runs in this process."""
     exports, notes = _exports(around)
-    here = job.hosts[place.node_rank if around.hostfile is not None and len(job.hosts) > 1 else 0]
+    host = job.hosts[place.node_rank if around.hostfile is not None and len(job.hosts) > 1 else 0]
     port = place.master_port or (around.free_port if place.num_nodes == 1 else DEFAULT_PORT)
-    job = replace(job, hosts=(here,), master_addr=place.master_addr or "127.0.0.1", master_port=port)
+    job = replace(job, hosts=(host,), master_addr=place.master_addr or "127.0.0.1", master_port=port)
     agent = commands.one_node(job, num_nodes=place.num_nodes, node_rank=place.node_rank)
-    env = {**exports, **_local_mask(here.mask, around.environ)}
-    summary = _describe_local(options, around, len(here.devices), place)
+    env = {**exports, **_local_mask(host.mask, around.environ)}
+    summary = _describe_local(options, around, len(host.devices), place)
     if job.cores:
-        share(around.cores, job.cores, len(here.devices), 0)  # raises, before anything has started
+        share(around.cores, job.cores, len(host.devices), 0)  # raises, before anything has started
     unused = [name for name in ("launcher_args", "ssh_port", "venv_script") if getattr(options, name)]
     notes += [f"--{name} has no effect: ranks on this host are started without a launcher" for name in unused] + _about_logs(job)
     if options.elastic and options.node_rank is not None:

@@ -151,16 +151,16 @@ def best_of(rows: Iterable[Outcome], rules: Rules) -> Outcome | None:
 def order(candidates: Sequence[Candidate], rows: Sequence[Outcome], rules: Rules) -> list[tuple[Candidate, float]]:
     """Candidates that fit and have not run, with their corrected costs (0: not predicted), the next one first."""
     tried, known = {row.key for row in rows}, {each.key: each for each in candidates}
-    left = [each for each in candidates if each.fits and each.key not in tried]
-    costs = {each.key: corrected(each, known, rows, rules) for each in left}
+    untried = [each for each in candidates if each.fits and each.key not in tried]
+    costs = {each.key: corrected(each, known, rows, rules) for each in untried}
     if rules.tuner == "model_based":
 
         def rank(each: Candidate) -> tuple[float, int, int, int]:
             value = costs[each.key]
             return round(math.log(value) / _ALIKE) if value else 0.0, -each.micro, each.stage, len(each.changes)
 
-        left.sort(key=rank)
-    return [(each, costs[each.key]) for each in left]
+        untried.sort(key=rank)
+    return [(each, costs[each.key]) for each in untried]
 
 
 def next_run(candidates: Sequence[Candidate], rows: Sequence[Outcome], rules: Rules) -> Candidate | str:
@@ -176,13 +176,13 @@ def next_run(candidates: Sequence[Candidate], rows: Sequence[Outcome], rules: Ru
         without += 1
     if without >= rules.patience:
         return f"{without} runs in a row were no faster"
-    left = order(candidates, rows, rules)
-    if not left:
+    ranked = order(candidates, rows, rules)
+    if not ranked:
         return "every candidate has run"
     if rules.tuner == "model_based" and best is not None:
-        chances = [each for each, value in left if value <= rules.margin * cost_of(best, rules)]
+        chances = [each for each, value in ranked if value <= rules.margin * cost_of(best, rules)]
         return chances[0] if chances else f"all others are predicted at least {rules.margin - 1:.0%} slower"
-    return left[0][0]
+    return ranked[0][0]
 
 
 def cost_of(row: Outcome, rules: Rules) -> float:
@@ -230,8 +230,8 @@ def reason_of(code: int, log: str) -> str:
     """Why a run failed, from its exit code and its output: the launcher's summary, else the last line."""
     _, _, summary = log.rpartition("failed first")
     lines = [line.strip() for line in (summary or log).splitlines() if line.strip()]
-    told = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception", "Interrupt"))]
-    text = (told or (lines[1:2] if summary else lines[-1:]) or [f"exit code {code}"])[0]
+    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception", "Interrupt"))]
+    text = (errors or (lines[1:2] if summary else lines[-1:]) or [f"exit code {code}"])[0]
     if any(word in log for word in _OUT_OF_MEMORY) and "out of memory" not in text.lower():
         text = f"out of memory: {text}"
     return f"{text[:240]}{'...' if len(text) > 240 else ''}"

@@ -168,8 +168,8 @@ def engine(options: argparse.Namespace) -> int:
         settle()
 
         def drain(number: int, frame: object) -> None:
-            for again in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(again, lambda number, frame: listener.stop())
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signum, lambda number, frame: listener.stop())
             listener.drain()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -208,9 +208,9 @@ def _secret(options: argparse.Namespace, environment: Mapping[str, str]) -> byte
         except (OSError, UnicodeError) as error:
             raise ValueError(f"{source}: {error}") from error
     if len(secret := text.strip().encode()) < LEAST_SECRET:
-        what = f"{source} has {len(secret)} bytes" if secret else "there is none"
+        problem = f"{source} has {len(secret)} bytes" if secret else "there is none"
         raise ValueError(
-            f"servers and engines on other hosts need a common secret of at least {LEAST_SECRET} bytes, and {what}: "
+            f"servers and engines on other hosts need a common secret of at least {LEAST_SECRET} bytes, and {problem}: "
             "openssl rand -hex 32 > FILE, and --engine-secret-file FILE on all hosts"
         )
     return secret

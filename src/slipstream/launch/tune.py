@@ -224,18 +224,18 @@ class Tuner:
 
     def _watch(self, run: Started) -> str:
         """Wait until a run ends. Returns why the tuner stopped it, if it did."""
-        said = ""
+        reason = ""
         while run.process.poll() is None:
             time.sleep(_POLL_S)
             if time.monotonic() - run.began > self.options.timeout:
                 run.kill()
                 return f"no end after {self.options.timeout:g} seconds (--timeout)"
             costs = self._rungs(lines_of(run.folder))
-            if not said and costs and self.rules.tuner == "model_based" and search.is_slow(costs, self.rows):
+            if not reason and costs and self.rules.tuner == "model_based" and search.is_slow(costs, self.rows):
                 steps = list(search.rungs(self.options.steps, self.rules))[len(costs) - 1]
-                said = f"after {steps} steps outside the better half of the runs"
+                reason = f"after {steps} steps outside the better half of the runs"
                 (run.folder / STOP).touch()
-        return said
+        return reason
 
     def _rungs(self, lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
         times = [line["seconds"] for line in lines[1:] if line["timed"]]

@@ -144,13 +144,13 @@ class _Zygote:
         return rank
 
     def _open(self, args: Sequence[str]) -> None:
-        ours, theirs = Pipe()
+        connection, child_end = Pipe()
         before, after = args[: args.index(_WORKER)], args[args.index(_WORKER) + 1 :]
-        with theirs:
-            command = [*before, __name__, str(theirs.fileno()), *after]
+        with child_end:
+            command = [*before, __name__, str(child_end.fileno()), *after]
             # Its own group, because Ctrl-C is for the agent. Not its own session: the agent's watch would take it for a rank.
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], process_group=0)
-        self._connection, self._is_ready = ours, False
+            self._process = subprocess.Popen(command, pass_fds=[child_end.fileno()], process_group=0)
+        self._connection, self._is_ready = connection, False
 
     def _ask(self, arguments: list[str], env: Mapping[str, str]) -> Rank | None:
         """Raises OSError or EOFError if the zygote fails."""
@@ -269,24 +269,24 @@ def _is_fit() -> bool:
 
 def _fork() -> tuple[int, int]:
     """(pid of a rank, pipe on which a byte lets it begin). In the rank, which leads a new session: (0, the pipe's other end)."""
-    told, tell = os.pipe()
-    begins, begin = os.pipe()
+    pid_read, pid_write = os.pipe()
+    begin_read, begin_write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads of numpy's BLAS, which end before
         if between := os.fork():
-            os.close(tell)
-            os.close(begins)
+            os.close(pid_write)
+            os.close(begin_read)
             os.waitpid(between, 0)
-            with os.fdopen(told) as pipe:
-                return int(pipe.read()), begin
+            with os.fdopen(pid_read) as pipe:
+                return int(pipe.read()), begin_write
         if os.fork():
             os._exit(0)
-    os.close(told)
-    os.close(begin)
+    os.close(pid_read)
+    os.close(begin_write)
     os.setsid()
-    os.write(tell, str(os.getpid()).encode())
-    os.close(tell)
-    return 0, begins
+    os.write(pid_write, str(os.getpid()).encode())
+    os.close(pid_write)
+    return 0, begin_read
 
 
 def _serve(connection: Connection, imports: _Imports) -> tuple[list[str], dict[str, str], int]:

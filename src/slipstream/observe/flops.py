@@ -48,7 +48,7 @@ class FlopCounter(TorchDispatchMode):
         self.counts: Counts = {}
         self._running: list[str] = []
         self._since: list[int] = [-1]  # the numbers of first nodes ...
-        self._whose: list[str | None] = [""]  # ... of these modules; parallel/overlap.py gives some nodes low numbers
+        self._owners: list[str | None] = [""]  # ... of these modules; parallel/overlap.py gives some nodes low numbers
         self._handles: list[Any] = []
         for name, module in modules.items():
             self._handles += [
@@ -72,7 +72,7 @@ class FlopCounter(TorchDispatchMode):
 
     def _mark(self) -> None:
         self._since.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        self._whose.append(self._running[-1] if self._running else None)
+        self._owners.append(self._running[-1] if self._running else None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -80,16 +80,16 @@ class FlopCounter(TorchDispatchMode):
         if formula is None:
             return out
         node = torch._C._current_autograd_node()
-        again = node is not None and torch.is_grad_enabled()
+        recomputing = node is not None and torch.is_grad_enabled()
         name: str | None
-        if self._running and (node is None or again):
+        if self._running and (node is None or recomputing):
             name = self._running[-1]
         else:
-            name = None if node is None else self._whose[bisect.bisect_right(self._since, node._sequence_nr()) - 1]
+            name = None if node is None else self._owners[bisect.bisect_right(self._since, node._sequence_nr()) - 1]
         if name is None:
             return out
         flops = formula(*args, **(kwargs or {}), out_val=out)
-        self.counts.setdefault(name, FlopSum()).add(FlopSum(flops) if node is None else FlopSum(0, flops, again * flops))
+        self.counts.setdefault(name, FlopSum()).add(FlopSum(flops) if node is None else FlopSum(0, flops, recomputing * flops))
         return out
 
 
@@ -105,7 +105,7 @@ def count(model: nn.Module, args: Any, kwargs: Any, names: Iterable[str], recomp
     from slipstream.train.planning import dry_run
 
     state, noise = random.getstate(), logging.getLogger("torch._subclasses.fake_tensor")
-    said, noise.disabled = noise.disabled, True  # the caller reports it
+    was_disabled, noise.disabled = noise.disabled, True  # the caller reports it
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             ghost = dry_run.without_memory(model)
@@ -119,7 +119,7 @@ def count(model: nn.Module, args: Any, kwargs: Any, names: Iterable[str], recomp
                     torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     finally:
         random.setstate(state)
-        noise.disabled = said
+        noise.disabled = was_disabled
     return counter.counts
 
 

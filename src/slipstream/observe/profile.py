@@ -411,14 +411,14 @@ def flame(rows: Sequence[ModuleProfile], width: int = 1200) -> str:
         starts[row.name] = x
         if share * width < 1:
             continue
-        told = f"{row.name or row.kind}: {_text(row.work.forward)} forward, {_text(row.work.backward)} backward"
+        title = f"{row.name or row.kind}: {_text(row.work.forward)} forward, {_text(row.work.backward)} backward"
         fit = int(share * width / 7)
         label = (row.name.rpartition(".")[2] or row.kind)[:fit] if fit > 2 else ""
         hue = 10 + sum(map(ord, row.kind)) % 50
         y = row.depth * height
         box = f'x="{x * width:.1f}" y="{y}" width="{share * width:.1f}" height="{height - 1}" fill="hsl({hue},85%,65%)"'
         text = f'<text x="{x * width + 3:.1f}" y="{y + 14}">{html.escape(label)}</text>'
-        out.append(f"<g><title>{html.escape(told)}, {100 * share:.1f} %</title><rect {box}/>{text}</g>")
+        out.append(f"<g><title>{html.escape(title)}, {100 * share:.1f} %</title><rect {box}/>{text}</g>")
     size = f'width="{width}" height="{height * (1 + max(row.depth for row in rows))}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, *out, "</svg>", ""])

@@ -100,7 +100,7 @@ class Mailbox:
         self._limit = num * SLICE
         self._nbytes = 0  # approximate memory of outputs that have arrived and are not taken
         self._arrived: list[tuple[int, Output] | None] = []  # None: the client has disconnected
-        self._any = asyncio.Event()
+        self._has_arrived = asyncio.Event()
         self._last = 0  # bytes of the last piece, which the client may not have read
         self._loop = asyncio.get_running_loop()
 
@@ -115,19 +115,19 @@ class Mailbox:
             return
         self._nbytes += nbytes_of(entry[1])
         self._arrived.append(entry)
-        self._any.set()
+        self._has_arrived.set()
         if self._nbytes > self._limit:
             self.hold(True)
 
     def leave(self) -> None:
         """Report that the client has disconnected."""
         self._arrived.append(None)
-        self._any.set()
+        self._has_arrived.set()
 
     async def take(self) -> list[tuple[int, Output] | None]:
         """Wait for at least one entry, and return all that have arrived."""
-        await self._any.wait()
-        self._any.clear()
+        await self._has_arrived.wait()
+        self._has_arrived.clear()
         arrived, self._arrived = self._arrived, []
         if self._nbytes > self._limit:
             self.hold(False)
@@ -213,14 +213,14 @@ class Compiling:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._turn = asyncio.Lock()  # at most one request per tenant waits for it
-        self._own = defaultdict[str, asyncio.Lock](asyncio.Lock)  # tenant -> lock among its requests
+        self._tenant_locks = defaultdict[str, asyncio.Lock](asyncio.Lock)  # tenant -> lock among its requests
 
     async def submit(self, start: Callable[[], asyncio.Future[Any]], tenant: str) -> None:
         """Raises RequestError on a timeout. A submission that was started continues; the next one starts when it has ended."""
         with ExitStack() as turns:
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    for lock in (self._own[tenant], self._turn):
+                    for lock in (self._tenant_locks[tenant], self._turn):
                         await lock.acquire()
                         turns.callback(lock.release)
             except TimeoutError:

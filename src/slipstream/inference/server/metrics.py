@@ -111,21 +111,21 @@ _OF_TRAFFIC = (
 def render(models: Sequence[ModelFigures], traffic: Traffic) -> str:
     engines = [(_of(one.model), one.stats) for one in models if one.stats is not None]
     replicas = [([*_of(one.model), f'replica="{each.name}"'], each) for one in models for each in one.replicas]
-    theirs = [(labels, one.stats) for labels, one in replicas if one.stats is not None]
+    replica_stats = [(labels, one.stats) for labels, one in replicas if one.stats is not None]
     loading = [(_of(one.model), one.loading) for one in models if one.loading is not None]
     parts: tuple[tuple[str, Any, Sequence[tuple[list[str], Any]]], ...] = (
         ("", _OF_ENGINES, engines),
         ("http_", _OF_TRAFFIC, [([], traffic)]),
         ("replica_", _OF_REPLICAS, replicas),
-        ("replica_", _OF_THEIR_ENGINES, theirs),
+        ("replica_", _OF_THEIR_ENGINES, replica_stats),
         ("model_", _OF_LOADING, loading),
     )
     lines = list[str]()
-    for prefix, rows, ones in parts:
-        for name, kind, attribute, text in rows if ones else ():
+    for prefix, rows, sources in parts:
+        for name, kind, attribute, text in rows if sources else ():
             name = f"slipstream_{prefix}{name}"
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-            for labels, one in ones:
+            for labels, one in sources:
                 for suffix, own, value in _values(getattr(one, attribute)):
                     among = ",".join([*labels, *own])
                     lines.append(f"{name}{suffix}{f'{{{among}}}' if among else ''} {value:.10g}")

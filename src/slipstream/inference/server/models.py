@@ -125,7 +125,7 @@ class Models:
             raise ValueError(f"two models or adapters have the name {twice[0]!r}; give one another name: NAME=MODEL")
         self._models, self._named = models, {name: model for model in models for name in (model.name, *model.adapters)}
         self._arrivals, self._uses = itertools.count(), itertools.count(1)
-        self._leaving: HostedModel | None = None  # gets no further requests, so that it can be unloaded
+        self._draining: HostedModel | None = None  # gets no further requests, so that it can be unloaded
         self._threads = ThreadPoolExecutor(len(models), "slipstream-models")
         self._created = int(time.time())
 
@@ -231,15 +231,15 @@ class Models:
         loaded = [model for model in self._models if model.state is Residence.LOADED]
         crowded = first is not None or sum(map(_taken, self._models)) > self.max_bytes
         if not crowded:
-            self._leaving = None
+            self._draining = None
         elif loaded and not any(model.state is Residence.UNLOADING for model in self._models):
-            going = min(loaded, key=lambda model: (model.users > 0, model is not self._leaving, model.used))
-            self._leaving = going if going.users else None
-            if not going.users:
-                logger.warning("%s: unloading, to make room%s", going.name, f" for {first.name}" if first else "")
-                self._unload(going)
+            victim = min(loaded, key=lambda model: (model.users > 0, model is not self._draining, model.used))
+            self._draining = victim if victim.users else None
+            if not victim.users:
+                logger.warning("%s: unloading, to make room%s", victim.name, f" for {first.name}" if first else "")
+                self._unload(victim)
         for model in loaded:
-            if model.state is Residence.LOADED and model is not self._leaving and model.router is not None:
+            if model.state is Residence.LOADED and model is not self._draining and model.router is not None:
                 self._let_in(model, model.router)
 
     def _first(self) -> HostedModel | None:
@@ -248,17 +248,17 @@ class Models:
         return min(wanted, key=lambda model: model.waiting[0].number, default=None)
 
     def _fits(self, model: HostedModel) -> bool:
-        there = [other for other in self._models if other.state is not Residence.UNLOADED]
+        resident = [other for other in self._models if other.state is not Residence.UNLOADED]
         nbytes = model.nbytes + sum(map(_taken, self._models))
-        return not there or (len(there) < self.max_loaded and nbytes <= self.max_bytes)
+        return not resident or (len(resident) < self.max_loaded and nbytes <= self.max_bytes)
 
     def _begin(self, model: HostedModel) -> None:
         model.state = Residence.LOADING
         model.task = asyncio.get_running_loop().create_task(self._load(model))
 
     async def _load(self, model: HostedModel) -> None:
-        start, again = time.monotonic(), model.router is not None
-        logger.warning("%s: %s", model.name, "waiting for its engine, which starts again" if again else "loading")
+        start, is_restart = time.monotonic(), model.router is not None
+        logger.warning("%s: %s", model.name, "waiting for its engine, which starts again" if is_restart else "loading")
         try:
             router = await asyncio.get_running_loop().run_in_executor(self._threads, model.open)
         except Exception as error:  # any error is the response to the waiting requests, and does not affect other models
@@ -268,7 +268,7 @@ class Models:
             why = f"it takes {_mib(nbytes)}, and --max-loaded-bytes allows {_mib(self.max_bytes)} for all models that are loaded; "
             self._fail(model, f"{why}raise that, or lower the model's --kv-cache-bytes, --max-context or --dtype", math.inf)
             return
-        model.loads += not again
+        model.loads += not is_restart
         model.state, model.why, model.nbytes = Residence.LOADED, "", nbytes
         logger.warning("%s; ready in %.1f s, %s", router.description, time.monotonic() - start, _mib(nbytes))
         self._let_in(model, router)

@@ -38,25 +38,25 @@ class Connected(NamedTuple):
     facts: Mapping[str, Any]  # `replica.facts_of`
 
 
-def _ends(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, IO[str], list[int]]:
+def _ends(parent: ExitStack, child: ExitStack) -> tuple[socket.socket, IO[str], list[int]]:
     """Create our ends of a new process's link and stderr, and the descriptors of its own ends."""
-    link, its = socket.socketpair()
-    ours.enter_context(link), theirs.enter_context(its)
-    said, says = os.pipe()
-    theirs.callback(os.close, says)
-    return link, ours.enter_context(os.fdopen(said, errors="replace")), [its.fileno(), says]
+    link, child_link = socket.socketpair()
+    parent.enter_context(link), child.enter_context(child_link)
+    stderr_read, stderr_write = os.pipe()
+    child.callback(os.close, stderr_write)
+    return link, parent.enter_context(os.fdopen(stderr_read, errors="replace")), [child_link.fileno(), stderr_write]
 
 
 class _Process:
     """A process that runs an engine, or will: its link, and its stderr, which is forwarded with its name."""
 
-    def __init__(self, name: str, pid: int, connection: socket.socket, said: IO[str]) -> None:
-        """`said`: the read end of its stderr."""
+    def __init__(self, name: str, pid: int, connection: socket.socket, stderr: IO[str]) -> None:
+        """`stderr`: the read end of its stderr."""
         self._using = threading.Lock()
         self._descriptor: int | None = os.pidfd_open(pid)  # None: closed, and the number may be reused
         self.name, self.pid, self.tail, self.connection = name, pid, deque[str](maxlen=TAIL), connection
         self.link = Link(connection)
-        self.forwarding = threading.Thread(target=self._forward, args=(said,), daemon=True)
+        self.forwarding = threading.Thread(target=self._forward, args=(stderr,), daemon=True)
         self.forwarding.start()
 
     def kill(self) -> None:
@@ -105,13 +105,13 @@ class Blank(_Process):
     """A started process that has not yet been told which model to open."""
 
     def __init__(self) -> None:
-        with ExitStack() as ours, ExitStack() as theirs:
-            link, said, (its, says) = _ends(ours, theirs)
-            command = [sys.executable, "-m", "slipstream.inference.replica", str(its)]
+        with ExitStack() as parent, ExitStack() as child:
+            link, stderr, (link_fd, stderr_fd) = _ends(parent, child)
+            command = [sys.executable, "-m", "slipstream.inference.replica", str(link_fd)]
             # Its own process group: the terminal's Ctrl-C is for the server, which lets running requests finish.
-            self._process = subprocess.Popen(command, pass_fds=[its], stdout=says, stderr=says, process_group=0)
-            super().__init__(SPARE, self._process.pid, link, said)
-            ours.pop_all()
+            self._process = subprocess.Popen(command, pass_fds=[link_fd], stdout=stderr_fd, stderr=stderr_fd, process_group=0)
+            super().__init__(SPARE, self._process.pid, link, stderr)
+            parent.pop_all()
 
     def _status(self) -> int | None:
         return self._process.poll()
@@ -120,9 +120,9 @@ class Blank(_Process):
 class Fork(_Process):
     """A replica that a zygote has forked."""
 
-    def __init__(self, zygote: Zygote, blank: Blank, name: str, pid: int, connection: socket.socket, said: IO[str]) -> None:
+    def __init__(self, zygote: Zygote, blank: Blank, name: str, pid: int, connection: socket.socket, stderr: IO[str]) -> None:
         self.zygote, self.blank = zygote, blank
-        super().__init__(name, pid, connection, said)
+        super().__init__(name, pid, connection, stderr)
 
     def _status(self) -> int | None:
         return self.zygote.status(self.blank, self.pid)
@@ -147,13 +147,13 @@ class Zygote:
 
     def fork(self, name: str, cores: Sequence[int]) -> Fork:
         """Fork a replica. Raises ValueError for options that the engine rejects, ReplicaError if the model cannot be loaded."""
-        with self._lock, ExitStack() as ours, ExitStack() as theirs:
+        with self._lock, ExitStack() as parent, ExitStack() as child:
             blank = self._loaded()
-            link, said, descriptors = _ends(ours, theirs)
+            link, stderr, descriptors = _ends(parent, child)
             kind, pid = self._ask(blank, "fork", cores, descriptors)
             if kind == "forked":
-                fork = Fork(self, blank, name, pid, link, said)
-                ours.pop_all()
+                fork = Fork(self, blank, name, pid, link, stderr)
+                parent.pop_all()
                 return fork
             raise blank.failed()
 

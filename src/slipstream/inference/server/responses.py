@@ -136,10 +136,10 @@ def prepare(server: Serving, request: ResponsesRequest, caller: Caller) -> Prepa
 
 def _renamed(error: RequestError) -> RequestError:
     """Replace the chat request's field in an error by the field here."""
-    for name, here in _CHAT.items():
+    for name, field in _CHAT.items():
         if error.param is not None and (error.param == name or error.param.startswith(name + ".")):
-            error.args = (str(error).replace(error.param, here, 1),)
-            error.param = here  # the chat's messages have other indices
+            error.args = (str(error).replace(error.param, field, 1),)
+            error.param = field  # the chat's messages have other indices
     return error
 
 

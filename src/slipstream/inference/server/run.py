@@ -161,7 +161,7 @@ class Listening(socket.socket):
         super().__init__(fileno=bound.detach())
         keep_little(self)
         self.max_files = max_files
-        self.says = _full("the server has too many open files") if plain else b""
+        self.refusal = _full("the server has too many open files") if plain else b""
 
     def accept(self) -> tuple[socket.socket, Any]:
         connection, address = super().accept()
@@ -169,7 +169,7 @@ class Listening(socket.socket):
             return connection, address
         with connection, suppress(OSError):
             connection.setblocking(False)
-            connection.send(self.says)
+            connection.send(self.refusal)
             connection.shutdown(socket.SHUT_WR)
         raise BlockingIOError  # the loop does other work before it accepts another
 

@@ -58,17 +58,17 @@ class Traces:
             kind=self.trace.SpanKind.SERVER,
             attributes=attributes,
         ) as span:
-            begun = False
+            has_body = False
 
             async def traced(message: Message) -> None:
-                nonlocal begun
+                nonlocal has_body
                 if message["type"] == "http.response.start":
                     span.set_attribute("http.response.status_code", message["status"])
                     span.set_attribute("slipstream.request_id", _request_id(message))
                     if message["status"] >= 500:
                         span.set_status(self.trace.StatusCode.ERROR)
-                elif not begun and message.get("body"):
-                    begun = True
+                elif not has_body and message.get("body"):
+                    has_body = True
                     span.add_event("first byte")
                 await send(message)
 
