@@ -1,7 +1,7 @@
-"""Texts to vectors: `EmbeddingEngine`, over an encoder, or a decoder that was trained to embed.
+"""Texts to vectors: `EmbeddingEngine`, over an encoder, or over a decoder that was trained to embed.
 
-The texts of a call are computed without padding, many in one forward, each over its own tokens; calls that arrive meanwhile share
-the next forward. What becomes of a text's hidden states is in sentence-transformers' files of the model's folder (`Pooling.read`).
+Texts are computed without padding, many in one forward, each attending only to its own tokens. Calls that arrive during a forward
+share the next one. sentence-transformers' files in the model's folder define how hidden states become a vector (`Pooling.read`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = ["EmbeddingEngine", "Pooling"]
 
 logger = logging.getLogger(__name__)
 
-_TYPED = ("bert", "electra")  # families whose forward gets the types of tokens from transformers' tokenizers; others have type 0
-ROWS = 2048  # tokens of a forward: more make it no faster, and its scratch memory leaves the caches
+_TYPED = ("bert", "electra")  # families that use token types, from transformers' tokenizers; in others all types are 0
+ROWS = 2048  # tokens per forward: more make it no faster, and its scratch memory would not fit into caches
 
 _POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (rows [T, E], tokens per text [N]) -> [N, E]
     "cls_token": lambda rows, lengths: rows[lengths.cumsum(0) - lengths],
@@ -46,16 +46,16 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How the hidden states of a text become one vector."""
+    """How a text's hidden states become one vector."""
 
     modes: tuple[str, ...] = ("mean_tokens",)  # of _POOLINGS; several are concatenated
-    normalize: bool = False  # to length 1
-    max_tokens: int | None = None  # of a text; None: the model's context
+    normalize: bool = False  # scale vectors to length 1
+    max_tokens: int | None = None  # per text; None: the model's context
     prompt: str = ""  # before each text
 
     @classmethod
     def read(cls, folder: Path | None) -> Pooling:
-        """From modules.json and the files that it names; without it, the mean of all tokens. Raises ValueError for others."""
+        """Read modules.json and the files that it names; without it, the mean of all tokens. Raises ValueError for others."""
         if folder is None or not (folder / "modules.json").is_file():
             return cls()
         modules = huggingface.read_modules(folder / "modules.json")
@@ -86,7 +86,7 @@ def _modes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _default_prompt(file: Path) -> str:
-    """Of the `prompts`, the one that texts have of which the caller names none; "" if there is none."""
+    """The one of `prompts` that applies if the caller names none; "" if there is none."""
     given = huggingface.read_object(file) if file.is_file() else {}
     prompts, name = given.get("prompts") or {}, given.get("default_prompt_name")
     if name is not None and name not in prompts:
@@ -119,7 +119,7 @@ class _Text:
     """One text of a call, and its vector once it is computed."""
 
     tokens: Sequence[int]
-    types: Sequence[int] | None = None  # of its tokens, if it is a pair
+    types: Sequence[int] | None = None  # token types, if it is a pair
     vector: Tensor | None = None
     error: Exception | None = None
 
@@ -129,14 +129,14 @@ class _Text:
 
 
 def _types_of(batch: Sequence[_Text]) -> list[Sequence[int]] | None:
-    """Of all tokens; None: all are of type 0."""
+    """The types of all tokens; None: all are 0."""
     if not any(any(item.types or ()) for item in batch):
         return None
     return [item.types or [0] * len(item.tokens) for item in batch]
 
 
 class EmbeddingEngine:
-    """Any thread may call it. It has what a server and `InferenceEngine` need of an engine; it does not generate."""
+    """Any thread may call it. It has the parts of an engine that a server and `InferenceEngine` need, but does not generate."""
 
     sampling: Mapping[str, Any] = {}
     end_ids: frozenset[int] = frozenset()
@@ -160,8 +160,8 @@ class EmbeddingEngine:
         self._has_types = getattr(forward.config, "family", "") in _TYPED
         self.max_context = min(forward.max_context, pooling.max_tokens or forward.max_context)
         self._vocab_size = vocab_size
-        self._waiting: deque[deque[_Text]] = deque()  # of each call, in turn
-        self._running = threading.Lock()  # held during a forward, by the call that computes for all
+        self._waiting: deque[deque[_Text]] = deque()  # per call; calls take turns
+        self._running = threading.Lock()  # held during a forward by the call that computes for all
         self._closed = closed
         self._forwards = self._tokens = 0
 
@@ -171,25 +171,25 @@ class EmbeddingEngine:
 
     @property
     def instead(self) -> str:
-        """Of generation."""
+        """What it does instead of generating."""
         names = ("embed", "embeddings") if self.classifier is None else ("score", "rerank")
         return "call {}(), or POST /v1/{}".format(*names)
 
     # ---- vectors
 
     def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> Embedded:
-        """The vectors of texts, or of token ids as they are. Raises ValueError for a text that is empty or too long (`truncate`
-        cuts these to `max_context` tokens), FailedError if the forward of one fails alone, ClosedError."""
+        """Vectors of texts, or of token ids as given. Raises ValueError for a text that is empty or too long (`truncate` cuts it to
+        `max_context` tokens), FailedError if the forward of one text fails alone, ClosedError."""
         if self.classifier is not None:
             raise ValueError(f"{self.model_name} scores pairs of texts and makes no vectors: call score(), or POST /v1/rerank")
         return self._embed({f"text {i}": text for i, text in enumerate(texts)}, truncate)
 
     def _embed(self, texts: Mapping[str, str | Sequence[int]], truncate: bool) -> Embedded:
-        """`texts`: by what errors call them."""
+        """`texts`: name in error messages -> text."""
         return self._run([_Text(self._tokens_of(name, text, truncate)) for name, text in texts.items()])
 
     def _run(self, items: Sequence[_Text]) -> Embedded:
-        """Compute them, and what others wait for."""
+        """Compute `items`, together with texts that other calls wait for."""
         if items:
             self._waiting.append(deque(items))
         for item in items:
@@ -206,8 +206,8 @@ class EmbeddingEngine:
         return Embedded(torch.stack(vectors), sum(len(item.tokens) for item in items))
 
     def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> Scored:
-        """What the classifier says to each pair, or the cosine of the vectors of its texts. Raises as `embed`, of "text 2 of pair
-        0", or of "pair 0" as a whole, whose longer text is cut first."""
+        """The classifier's score of each pair, or the cosine of its texts' vectors. Raises as `embed`, for "text 2 of pair 0", or
+        for "pair 0" as a whole, whose longer text is cut first."""
         if self.classifier is not None:
             done = self._run([self._pair_of(f"pair {i}", pair, truncate) for i, pair in enumerate(pairs)])
             return Scored(done.vectors.flatten().tolist(), done.num_tokens)
@@ -249,7 +249,7 @@ class EmbeddingEngine:
         return tokens
 
     def _compute(self) -> None:
-        """One forward, of a text of each call in turn, so that no call waits for all texts of another."""
+        """One forward, with texts of each call in turn, so that no call waits for all texts of another."""
         batch: list[_Text] = []
         rows = blocks = 0
         while self._waiting:
@@ -299,13 +299,13 @@ class EmbeddingEngine:
         return not self._closed
 
     def start(self) -> None:
-        """Nothing: calls compute in their own threads."""
+        """Nothing to start: calls compute in their own threads."""
 
     def prepare(self) -> None:
-        """Nothing is computed late."""
+        """Nothing to prepare."""
 
     def fail(self, why: str) -> None:
-        """Reject all calls from now on. It returns at once: the forward that runs ends with an error of its own."""
+        """Reject all calls from now on, and return at once. The running forward ends with its own error."""
         if not self._closed:
             self._closed = why
             logger.error("the engine of %s fails: %s", self.model_name, why)

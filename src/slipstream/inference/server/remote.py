@@ -1,4 +1,4 @@
-"""One engine behind a link, as the router sees it: its requests, their outputs, calls that wait for their reply."""
+"""One engine behind a link, as the router sees it: its requests, their outputs, and calls that wait for a reply."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from slipstream.inference.wire import Link
 
 logger = logging.getLogger(__name__)
 
-MOVES = 1  # engines that may end while they have a request beside others: it may be the cause
-EXPECTED = 256  # tokens of an output at most, for the outstanding ones: max_tokens is often the whole context
+MOVES = 1  # how many engines may end while they have a request among others: the request may be the cause
+EXPECTED = 256  # the most tokens per output in the estimate of outstanding ones, because max_tokens is often the whole context
 
 
 class LostError(ClosedError):
@@ -32,64 +32,64 @@ class LostError(ClosedError):
 
 
 class OnlyLostError(LostError):
-    """The process, of this host, had nothing else to do."""
+    """The process, on this host, had no other work."""
 
 
 class ReplicaState(Enum):
     STARTING = "starting"
     READY = "ready"
-    DRAINING = "draining"  # it ends, after the requests that it has
-    DOWN = "down"  # it starts again after a pause
-    REFUSED = "refused"  # it is of another model, or has another secret; it is tried again
+    DRAINING = "draining"  # it finishes its requests, then ends
+    DOWN = "down"  # it restarts after a pause
+    REFUSED = "refused"  # it has another model or another secret; it is tried again
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """A submitted prompt, for `Router.cancel`. Only the thread that reads the engine's messages changes it after it is accepted."""
+    """A submitted prompt, for `Router.cancel`. Once it is accepted, only the thread that reads the engine's messages changes it."""
 
     prompt: Sequence[int]
     params: SamplingParams
     sink: Sink
     more: Mapping[str, Any]  # n, priority, salt, tenant, adapter, first_within, wait_within
-    whole: bool = False  # nothing of it is delivered before its end, so that another engine can begin it again
-    keys: Sequence[int] = ()  # of its prefixes, `router.prefix_keys`
+    whole: bool = False  # nothing is delivered before the end, so that another engine can start over
+    keys: Sequence[int] = ()  # of its prefixes, from `router.prefix_keys`
     number: int = 0  # at its engine
     engine: RemoteEngine | None = None
     accepted: bool = False
     begun: bool = False  # an output has been delivered
     cancelled: bool = False
-    moves: int = 0  # engines that have ended with it; a process that had no other counts as too many
-    uncached: int = 0  # tokens of the prompt that its engine has to compute, as the router knows
+    moves: int = 0  # engines that ended with it; a process that had no other request counts as too many
+    uncached: int = 0  # tokens of the prompt that its engine must compute, as far as the router knows
     elsewhere: int = 0  # `Request.elsewhere`
     arrival: float = field(default_factory=time.monotonic)
     generated: int = 0
     unfinished: set[int] = field(default_factory=set)  # sequences
-    kept: list[tuple[int, Output]] = field(default_factory=list)  # of a whole one: each output and its sequence
+    kept: list[tuple[int, Output]] = field(default_factory=list)  # of a whole one: each output with its sequence
 
     @property
     def size(self) -> int:
-        """Tokens to compute for it, about, before any is."""
+        """Approximate tokens to compute for it in all."""
         return len(self.prompt) + self.more["n"] * min(self.params.max_tokens, EXPECTED)
 
     @property
     def outstanding(self) -> int:
-        """Tokens that its engine has still to compute, about."""
+        """Approximate tokens that its engine still has to compute."""
         rest = len(self.unfinished) * min(self.params.max_tokens, EXPECTED) - self.generated
         return (0 if self.generated else self.uncached) + max(rest, len(self.unfinished))
 
     @property
     def on_trial(self) -> bool:
-        """An engine has ended with it, and this one has made no token of it yet."""
+        """Whether an engine ended with it, and the present one has made no token of it yet."""
         return self.moves > 0 and not self.generated and bool(self.unfinished)
 
     def begin(self, number: int, engine: RemoteEngine) -> None:
-        """At an engine, which may not be the first."""
+        """Start at an engine, which may not be the first one."""
         self.number, self.engine = number, engine
         self.unfinished, self.generated, self.kept = set(range(self.more["n"])), 0, []
 
     def deliver(self, output: Output) -> None:
         num = len(output.token_ids)
-        if self.engine is not None and num:  # without any, it may only have waited
+        if self.engine is not None and num:  # if the engine made no token, the request may only have waited
             self.engine.charge(self.more["tenant"], 2 * num + (0 if self.generated else self.uncached))
         self.generated += num
         if output.finish is not None:
@@ -105,12 +105,12 @@ class Ticket:
             self.sink(one)
 
     def end(self, finish: Finish, why: str | None = None) -> None:
-        """Deliver the ends of its unfinished sequences."""
+        """Deliver the final outputs of its unfinished sequences."""
         for index in sorted(self.unfinished):
             usage = Usage(len(self.prompt), 0, self.generated)
             try:
                 self.deliver(Output(index, "", (), (), finish, usage, why))
-            except Exception:  # of the caller's code, as in `Engine`
+            except Exception:  # an error in the caller's code, as in `Engine`
                 logger.exception("the sink of a request failed")
 
 
@@ -121,37 +121,38 @@ class RemoteEngine:
         """`address`: of an engine on another host."""
         self.name, self.address = name, address
         self.state = ReplicaState.STARTING
-        self.starts = 0  # how often it began to serve
-        self.why = ""  # the last start failed
-        self.known: OrderedDict[int, None] = OrderedDict()  # keys of prefixes that its cache may have; the router's
-        self.others: Sequence[RemoteEngine] = ()  # of the same router
-        self.trial_ended: Callable[[], object] = bool  # what it calls then; the router's
-        self.owed = Counter[str]()  # tokens, about, for each tenant: `Request.elsewhere` of its next request
+        self.starts = 0  # how often it has begun to serve
+        self.why = ""  # error of the last start
+        self.known: OrderedDict[int, None] = OrderedDict()  # keys of prefixes that its cache may have; set by the router
+        self.others: Sequence[RemoteEngine] = ()  # the router's other engines
+        self.trial_ended: Callable[[], object] = bool  # called when a trial ends; set by the router
+        self.owed = Counter[str]()  # tenant -> approximate tokens: `Request.elsewhere` of its next request
         self.facts: Mapping[str, Any] = {}
         self._stats: Stats | None = None  # of this start of its process, the last known
-        self._past: Stats | None = None  # of all before
+        self._past: Stats | None = None  # totals of all earlier starts
         self._tickets: dict[int, Ticket] = {}  # unfinished ones, by number
         self._replies: dict[int, Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._link: Link | None = None
-        self._turn = threading.Lock()  # of READY and DOWN, which two threads set
+        self._turn = threading.Lock()  # guards READY and DOWN, which two threads set
 
     def outstanding(self) -> Counter[str]:
-        """Tokens to compute, about, for each tenant."""
+        """Approximate tokens to compute, per tenant."""
         tokens = Counter[str]()
         for ticket in list(self._tickets.values()):
             tokens[ticket.more["tenant"]] += ticket.outstanding
         return tokens
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """It has computed and generated them for the tenant (an answer's count twice): they count at others that have requests."""
+        """Record tokens computed and generated here for a tenant (generated ones count twice). They count at others that have
+        requests."""
         for other in self.others:
             if other._tickets:
                 other.owed[tenant] += tokens
 
     @property
     def calls(self) -> int:
-        """That wait for their reply."""
+        """Calls that wait for a reply."""
         return len(self._replies)
 
     def connect(self, link: Link, facts: Mapping[str, Any]) -> None:
@@ -161,7 +162,7 @@ class RemoteEngine:
         self.known.clear()
 
     def serve(self) -> bool:
-        """Take requests, unless the connection has ended meanwhile."""
+        """Accept requests, unless the connection has ended meanwhile."""
         with self._turn:
             if self._link is None:
                 return False
@@ -175,7 +176,7 @@ class RemoteEngine:
         return any(ticket.on_trial for ticket in list(self._tickets.values()))
 
     def take(self, ticket: Ticket) -> None:
-        """It counts from now on; `submit` follows."""
+        """Count the request from now on; `submit` follows."""
         ticket.begin(next(self._numbers), self)
         self._tickets[ticket.number] = ticket
 
@@ -197,11 +198,11 @@ class RemoteEngine:
             link.send("hold", ticket.number, held)
 
     def call(self, name: str, *arguments: Any, timeout: float | None = None) -> Any:
-        """Raises what the engine raises, LostError, TimeoutError."""
+        """Raises the engine's errors, LostError, TimeoutError."""
         return self._ask("call", next(self._numbers), name, arguments, timeout=timeout)
 
     def stats(self, timeout: float | None = None) -> Stats:
-        """Since its first start: the engine's figures now, or the last known ones if it does not tell them within `timeout`. Raises
+        """The engine's figures since its first start, or the last known ones if it does not reply within `timeout`. Raises
         LostError if there are none yet."""
         with suppress(LostError, TimeoutError):
             self._stats = wire.stats_of(self.call("stats", timeout=timeout))
@@ -221,8 +222,8 @@ class RemoteEngine:
             self._replies.pop(number, None)
 
     def run(self, link: Link) -> list[Ticket]:
-        """Deliver what the engine sends until the connection ends. Returns the accepted requests that are unfinished. Any
-        that the engine had may be the cause, unless it has said that it leaves; the only one is, if no network was between."""
+        """Deliver the engine's messages until the connection ends. Returns the accepted requests that are unfinished. Any of them
+        may be the cause, unless the engine announced its end. An only one is the cause, unless a network was between."""
         for kind, number, *rest in link.messages:
             if kind == "output":
                 self._deliver(number, wire.output_of(rest[0]))
@@ -232,29 +233,29 @@ class RemoteEngine:
             else:
                 self._reply(kind, number, *rest)
         with self._turn:
-            leaves = self.state is ReplicaState.DRAINING
+            announced = self.state is ReplicaState.DRAINING
             self._link, self.state = None, ReplicaState.DOWN
         link.close()
-        had, replies = list(self._tickets.values()), list(self._replies.values())
+        tickets, replies = list(self._tickets.values()), list(self._replies.values())
         self._tickets.clear()
-        for ticket in () if leaves else had:
-            ticket.moves += MOVES + 1 if len(had) == 1 and ticket.accepted and not self.address else 1
+        for ticket in () if announced else tickets:
+            ticket.moves += MOVES + 1 if len(tickets) == 1 and ticket.accepted and not self.address else 1
         if self._stats is not None:
             self._stats = settled(self._stats)
-        lost = OnlyLostError if len(replies) == 1 and not (had or self.address) else LostError
+        lost = OnlyLostError if len(replies) == 1 and not (tickets or self.address) else LostError
         for reply in replies:
             reply.set_exception(lost(f"the engine's process ended ({self.name})"))
-        return [ticket for ticket in had if ticket.accepted]
+        return [ticket for ticket in tickets if ticket.accepted]
 
     def _deliver(self, number: int, output: Output) -> None:
         if (ticket := self._tickets.get(number)) is None:
             return  # it was cancelled
-        if not ticket.accepted:  # the engine was quicker than its reply, which may never come
+        if not ticket.accepted:  # the output came before the reply, which may never come
             self._reply("done", number, None)
         was_on_trial = ticket.on_trial
         try:
             ticket.deliver(output)
-        except Exception:  # of the caller's code: a closed event loop, for example
+        except Exception:  # an error in the caller's code, for example a closed event loop
             logger.exception("the sink of a request failed; it is cancelled")
             ticket.unfinished.clear()
             self.cancel(ticket)
@@ -265,7 +266,7 @@ class RemoteEngine:
 
     def _reply(self, kind: str, number: int, *rest: Any) -> None:
         if (reply := self._replies.pop(number, None)) is None:
-            return  # nobody waits any more
+            return  # nobody waits for it any more
         if kind == "failed":
             reply.set_exception(wire.error_of(*rest))
             return
@@ -274,6 +275,6 @@ class RemoteEngine:
         reply.set_result(*rest)
 
     def close(self) -> None:
-        """End the connection, from any thread; `run` returns."""
+        """End the connection, from any thread; `run` then returns."""
         if (link := self._link) is not None:
             link.close()

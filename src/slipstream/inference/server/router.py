@@ -1,12 +1,13 @@
-"""Several engines as one: `Router` has what the HTTP server needs of an engine, and keeps their processes alive.
+"""Several engines as one: `Router` has the parts of an engine that the HTTP server needs, and keeps the engines' processes alive.
 
-A request goes to the engine that has least left to compute for it: `ranked`. If an engine ends, requests of which nothing has been
-delivered go to another, as new ones; streams that have begun end with an error. One thread for each engine starts it, or connects
-to it on another host, reads from it, and does so again when it ends; a request is sent by the thread that submits it.
+A request goes to the engine with the least work before it (`ranked`). If an engine ends, requests without a delivered output go to
+another engine as new ones; streams that have begun end with an error. Each engine has a thread that starts it, or connects to it on
+another host, reads from it, and repeats this when it ends. The submitting thread sends a request.
 
 [Note: Trials] One of the requests that an engine had when it ended may be the cause. If there was only one, and no network between,
-it ends with an error. Of several, another engine gets the next when it has made a token of the one before, so that few have been in
-two engines that ended; these end with an error. Calls for vectors and scores are tried one by one, too.
+it ends with an error. If there were several, they are tried one by one: another engine gets the next once it has made a token of
+the previous one. So few requests are in two engines that end, and these end with an error. Calls for vectors and scores are tried
+one by one, too.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from slipstream.inference.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-SETTLED = 30.0  # seconds after which an end is no consequence of the start
-PAUSE = 0.25  # seconds before the second start in a row, doubled for each further one
+SETTLED = 30.0  # seconds; an engine's end after this time is not a consequence of its start
+PAUSE = 0.25  # seconds before a second start in a row; doubled for each further one
 ON_DISK = ("expert_cache_bytes", "weights_bytes", "weights_folder")  # a fork cannot use the files and threads of its parent
 CAUSE = "the request may be the cause, so it is not tried again"
 AWAY = "no engine's process is ready; they start again; try again later"
@@ -55,38 +56,38 @@ AGREED = {  # facts that are equal for all engines -> the remedy
     "scores": "serve the same model",
     "block_size": "serve the same model",
 }
-LOOK = 0.05  # seconds between looks for an engine that starts again
-STATS_WAIT = 1.0  # seconds for an engine to tell its figures, before the last known ones are used
+LOOK = 0.05  # seconds between checks whether an engine has restarted
+STATS_WAIT = 1.0  # seconds for an engine to report its figures; afterwards the last known ones are used
 
 
 class Backlog(NamedTuple):
-    """Of one engine, for one request."""
+    """The work of one engine, from the point of view of one request."""
 
-    outstanding: int  # tokens that are computed before its last one
+    outstanding: int  # tokens computed before the request's last one
     matched: int  # tokens of the prompt that its prefix cache has, as far as known
     all: int = 0  # outstanding tokens
 
 
 def backlog(outstanding: Counter[str], tenant: str, size: int, matched: int) -> Backlog:
-    """For a request of `size` tokens. [Note: Shares over engines] An engine shares its time evenly between the tenants that have
-    requests (`scheduler`, [Note: Fair shares]), so until the tenant's last token is computed there, each other one gets as many as
-    it, or all that it has. By this measure the requests of each tenant are spread over all engines, and even shares of each are
-    even shares of all. Where they are not spread, because a prefix keeps a tenant with one engine, what others have had elsewhere
-    in the meantime counts there too (`Request.elsewhere`)."""
+    """The backlog for a request of `size` tokens. [Note: Shares over engines] An engine shares its time evenly between the tenants
+    that have requests (`scheduler`, [Note: Fair shares]). So until the tenant's last token is computed there, every other tenant
+    gets as many tokens, or all of its own. By this measure each tenant's requests are spread over all engines, and even shares of
+    each engine are even shares of all. If a prefix keeps a tenant with one engine, its requests are not spread; then the tokens
+    that others got elsewhere in the meantime count there, too (`Request.elsewhere`)."""
     own = outstanding[tenant] + size
     others = sum(min(tokens, own) for other, tokens in outstanding.items() if other != tenant)
     return Backlog(own + others, matched, outstanding.total())
 
 
 def ranked(loads: Sequence[Backlog]) -> list[int]:
-    """The engines, best first: the longest known prefix, unless another has so much less to do that computing it there is sooner;
-    then the fewest outstanding tokens."""
+    """The engines, best first: the one with the longest known prefix, unless another has so much less work that computing the
+    prefix there is sooner; then the one with the fewest outstanding tokens."""
     return sorted(range(len(loads)), key=lambda i: (loads[i].outstanding - loads[i].matched, loads[i].outstanding, loads[i].all))
 
 
 def prefix_keys(tokens: Sequence[int], block_size: int, salt: str, adapter: str) -> list[int]:
-    """A number for each prefix of full blocks that the cache could have, shortest first. Equal ones almost surely mean equal
-    prefixes of the same salt and adapter; if not, a request goes to another engine, no more."""
+    """A number for each prefix of full blocks that the cache could have, the shortest first. Equal numbers almost surely mean equal
+    prefixes of the same salt and adapter; if not, a request merely goes to another engine."""
     keys, key = [], hash((salt, adapter))
     for begin in range(0, len(tokens) - block_size, block_size):
         keys.append(key := hash((key, tuple(tokens[begin : begin + block_size]))))
@@ -94,55 +95,55 @@ def prefix_keys(tokens: Sequence[int], block_size: int, salt: str, adapter: str)
 
 
 class Source(Protocol):
-    """Where an engine comes from."""
+    """The origin of an engine."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def address(self) -> str:
-        """Of an engine on another host; empty for a process of this server's."""
+        """The address of an engine on another host; empty for a process of this server."""
         ...
 
     @property
     def attempts(self) -> float:
-        """Starts in a row that may fail before the server ends."""
+        """Consecutive starts that may fail before the server ends."""
         ...
 
     @property
     def max_pause(self) -> float:
-        """Seconds between two starts, at most."""
+        """The most seconds between two starts."""
         ...
 
     def open(self) -> Connected: ...
 
     def stop(self) -> None:
-        """Make `open` raise, from another thread, for good."""
+        """Make `open` raise from now on; called from another thread."""
         ...
 
     def end(self) -> str:
-        """Free what `open` took, once its link is closed. Returns what became of it."""
+        """Free what `open` took, once its link is closed. Returns how the engine ended."""
         ...
 
 
 class Router:
-    """What the server calls an engine, once `open` has returned."""
+    """Takes the place of an engine in the server, once `open` has returned."""
 
     def __init__(self, sources: Sequence[Source], tokenizer: Tokenizer | None, facts: Mapping[str, Any] | None = None) -> None:
-        """`facts`: some of the engines', which they must have."""
+        """`facts`: facts that the engines must have."""
         self.tokenizer, self.why = tokenizer, ""  # why it has failed
         self.engines = [RemoteEngine(source.name, source.address) for source in sources]
         self._agreed = {name: ("this server", value) for name, value in (facts or {}).items()}  # who said it first, and what
         for engine in self.engines:
             engine.others = [one for one in self.engines if one is not engine]
             engine.trial_ended = lambda: threading.Thread(target=self._house, daemon=True).start()  # its reader reads the replies
-        self._lock = threading.Lock()  # of the choice of an engine: what is known and outstanding
+        self._lock = threading.Lock()  # for the choice of an engine: known prefixes and outstanding tokens
         self._housings = 0  # calls of `_house`
-        self._trial = threading.Lock()  # held by a call that an engine has ended with
-        self._loading = threading.Lock()  # of the adapters, which an engine gets before it is ready
+        self._trial = threading.Lock()  # held by a call with which an engine has ended
+        self._loading = threading.Lock()  # for the adapters, which an engine gets before it is ready
         self._added: dict[str, str] = {}  # adapters that were loaded at run time: name -> folder
         self._removed: set[str] = set()  # adapters that were unloaded
-        self._homeless: list[Ticket] = []  # lost by one engine, and no other is ready
+        self._homeless: list[Ticket] = []  # lost by one engine while no other is ready
         self._closed = threading.Event()
         self._sources = sources
         self._first = [Future[None]() for _ in sources]
@@ -152,8 +153,8 @@ class Router:
         ]
 
     def open(self) -> Router:
-        """Start all engines, wait until they are ready, and return self. Engines on other hosts may come later, but one has to be
-        there. Raises ValueError for options that they refuse or engines of other models, ReplicaError if one cannot start, and
+        """Start all engines, wait until they are ready, and return self. Engines on other hosts may come later, but one engine must
+        be there. Raises ValueError for options that they reject or engines of other models, ReplicaError if one cannot start, and
         ClosedError if another thread closes it."""
         try:
             for thread in self._threads:
@@ -191,7 +192,7 @@ class Router:
         gpus = torch.cuda.device_count() if options.get("device") in (None, "cuda") else 0
         on_cpu = not gpus and options.get("device") in (None, "cpu")  # CUDA does not work in a fork
         if (waiting := options.get("max_waiting")) is not None and cores:
-            options = {**options, "max_waiting": max(1, waiting // len(cores))}  # a full one's requests go to others
+            options = {**options, "max_waiting": max(1, waiting // len(cores))}  # requests to a full engine go to others
         forks = on_cpu and sys.platform == "linux" and not any(option in options for option in ON_DISK)
         zygote = Zygote(name, model, options, len(cores), cores[0], spare) if forks and cores else None
         sources = [
@@ -211,7 +212,7 @@ class Router:
         return cls([*sources, *others], tokenizer, facts | ({} if tokenizer is None else {"tokenizer": tokenizer.digest()}))
 
     def wait(self) -> Router:
-        """Until an engine is ready again. Returns self; raises ClosedError if none can be started."""
+        """Wait until an engine is ready again. Returns self; raises ClosedError if none can be started."""
         while self.healthy and not self.ready:
             self._closed.wait(LOOK)
         if not self.healthy:
@@ -224,7 +225,7 @@ class Router:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all engines on this host, as each said when it began; what they share counts once."""
+        """Memory of all engines on this host, as reported at their start; shared memory counts once."""
         facts = [engine.facts for engine in self.engines if not engine.address]
         return sum(one["nbytes"] for one in facts) + sum({one["zygote"]: one["shared"] for one in facts}.values())
 
@@ -236,7 +237,7 @@ class Router:
         return not self.why and not self._closed.is_set()
 
     def prepare(self) -> None:
-        """The engines have prepared themselves."""
+        """The engines prepare themselves."""
         if self.tokenizer is not None:
             self.tokenizer.prepare()
 
@@ -256,8 +257,8 @@ class Router:
         waited: float = 0.0,
         whole: bool = False,
     ) -> Ticket:
-        """As `Engine.submit`. `whole`: the sink gets one output of each sequence, when all have ended or one has failed, and until
-        then another engine may begin again."""
+        """As `Engine.submit`. `whole`: the sink gets one output per sequence, when all have ended or one has failed. Until then
+        another may start over."""
         if self.embeds:
             does, path = ("scores pairs of texts", "rerank") if self._scores else ("embeds texts", "embeddings")
             raise ValueError(f"{self.model_name} {does} and does not generate: POST /v1/{path}")
@@ -277,12 +278,12 @@ class Router:
             ticket.engine.cancel(ticket)
 
     def hold(self, ticket: Ticket, held: bool) -> None:
-        """As `Engine.hold`."""
         if ticket.engine is not None:
             ticket.engine.hold(ticket, held)
 
     def load_adapter(self, name: str, folder: Any, *, replace: bool = False) -> None:
-        """In every engine; in none if one refuses it. One that ends gets it when it is back. Raises as `Engine.load_adapter`."""
+        """Load it in every engine, or in none if one rejects it; a restarted engine gets it, too. Raises as
+        `Engine.load_adapter`."""
         with self._loading:
             loaded: list[RemoteEngine] = []
             for engine in self._ready():
@@ -303,7 +304,7 @@ class Router:
             self.adapters = (*(one for one in self.adapters if one != name), name)
 
     def unload_adapter(self, name: str) -> None:
-        """Raises ValueError if there is no such adapter."""
+        """Raises ValueError if it is not loaded."""
         with self._loading:
             if name not in self.adapters:
                 raise ValueError(f"there is no adapter {name!r:.100}; loaded: {', '.join(sorted(self.adapters)) or 'none'}")
@@ -323,22 +324,21 @@ class Router:
         return Scored(*self._call("score", pairs, truncate))
 
     def stats(self) -> Stats:
-        """The sum of all engines'."""
         return stats.total([one for one in self.each() if one is not None])
 
     def each(self) -> list[Stats | None]:
-        """The figures of each engine since its first start, asked now or the last known. None: it was never there."""
+        """The figures of each engine since its first start, requested now, or the last known ones. None: it was never there."""
         return [engine.stats(STATS_WAIT) if engine.starts else None for engine in self.engines]
 
     def close(self) -> None:
-        """End all engines; what is unfinished is cancelled."""
+        """End all engines; unfinished requests are cancelled."""
         self._closed.set()
         for engine, source in zip(self.engines, self._sources, strict=True):
             engine.close()
             if engine.state is ReplicaState.STARTING:
                 source.stop()
         for thread in self._threads:
-            if thread.ident is not None:  # it was started
+            if thread.ident is not None:  # else it was never started
                 thread.join()
         for source in self._sources:
             source.stop()
@@ -355,7 +355,7 @@ class Router:
         return [engine for engine in self.engines if engine.state is ReplicaState.READY]
 
     def _free(self) -> list[RemoteEngine]:
-        """Those that may get a request that another engine has ended with: [Note: Trials]."""
+        """The engines that may get a request with which another engine has ended: [Note: Trials]."""
         return [engine for engine in self._ready() if not engine.has_trial]
 
     def _place(self, ticket: Ticket) -> None:
@@ -379,7 +379,7 @@ class Router:
         raise full or ClosedError(self.why or AWAY)
 
     def _choose(self, ticket: Ticket, refused: set[RemoteEngine]) -> RemoteEngine | None:
-        """The best of the others, which now has the ticket and knows the prompt."""
+        """Choose the best engine outside `refused`, and record there that it has the ticket and the prompt's prefixes."""
         with self._lock:
             ready = self._free() if ticket.moves else self._ready()
             if not (engines := [engine for engine in ready if engine not in refused]):
@@ -392,11 +392,11 @@ class Router:
             loads = [backlog(tokens, tenant, size, self.block_size * num) for tokens, num in pairs]
             best = ranked(loads)[0]
             engine, ticket.uncached = engines[best], len(ticket.prompt) - loads[best].matched
-            for one, there in everywhere.items():
-                for alone in list(one.owed) if not there else there if len(there) == 1 else ():  # it kept no other waiting there
-                    one.owed.pop(alone, None)
+            for one, counts in everywhere.items():
+                for name in list(one.owed) if not counts else counts if len(counts) == 1 else ():  # it kept no other waiting there
+                    one.owed.pop(name, None)
             ticket.elsewhere = engine.owed.pop(tenant, 0)
-            for key in reversed(ticket.keys):  # so that the shortest prefix is the last that is dropped
+            for key in reversed(ticket.keys):  # so that the shortest prefix is dropped last
                 engine.known[key] = None
                 engine.known.move_to_end(key)
             while len(engine.known) > engine.facts["num_blocks"]:
@@ -405,7 +405,7 @@ class Router:
             return engine
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Of the engine with the fewest calls that wait; of another if it ends: [Note: Trials]. Raises as the engine does,
+        """Call the engine with the fewest pending calls; another one if it ends: [Note: Trials]. Raises as the engine does,
         FailedError if the call may be why engines end, ClosedError if none is ready."""
         for turn in (nullcontext(), self._trial):
             with turn:
@@ -437,7 +437,7 @@ class Router:
         self._house()
 
     def _house(self) -> None:
-        """Place those that wait for an engine, if one is free. Called whenever one may have become so."""
+        """Place waiting requests if an engine is free. Called whenever one may have become free."""
         with self._lock:
             self._housings += 1
         while free := self._free():
@@ -453,7 +453,7 @@ class Router:
             try:
                 self._place(ticket)
             except (ValueError, QueueFullError, ClosedError) as error:
-                is_short = isinstance(error, QueueFullError) and len(free) < len(self.engines)  # one may come back
+                is_short = isinstance(error, QueueFullError) and len(free) < len(self.engines)  # an engine may come back
                 if not (is_short or isinstance(error, ClosedError)):
                     ticket.end(Finish.CANCELLED if isinstance(error, QueueFullError) else Finish.ERROR, str(error))
                     continue
@@ -465,8 +465,8 @@ class Router:
     # ---- engines; the thread of each
 
     def _keep(self, engine: RemoteEngine, source: Source, first: Future[None]) -> None:
-        """Start the engine, serve it, and start it again when it ends."""
-        failed = quick = 0  # starts in a row that failed, and ends in a row soon after the start
+        """Start the engine, serve it, and restart it when it ends."""
+        failed = quick = 0  # consecutive failed starts; consecutive ends soon after a start
         while not self._closed.wait(_pause(max(failed, quick - 1), source.max_pause)):
             engine.state = ReplicaState.STARTING
             try:
@@ -492,32 +492,31 @@ class Router:
             first.set_exception(ClosedError("the router was closed"))
 
     def _missing(self, engine: RemoteEngine, error: Exception, last: bool, first: Future[None]) -> bool:
-        """It could not be started, or connected to. Returns whether it is not tried again; if it was the last try, the server
-        ends."""
+        """Handle a failed start or connection. Returns whether to give up; if that was the last try, the server ends."""
         if self._closed.is_set():
             return True
         refused = isinstance(error, ValueError)
-        if last or (refused and not first.done()):  # the same options would be refused again
+        if last or (refused and not first.done()):  # the same options would be rejected again
             self._fail(error, first)
             return True
         engine.state = ReplicaState.REFUSED if refused else ReplicaState.DOWN
-        if engine.why != (why := str(error)):  # it is tried every second, on another host
+        if engine.why != (why := str(error)):  # on another host, it is tried every second
             logger.warning("%s; it is tried again", why)
         engine.why = why
         if engine.address and not first.done():
-            first.set_result(None)  # others may be there
-        self._house()  # those that were full may have room now
+            first.set_result(None)  # other engines may be there
+        self._house()  # engines that were full may have room now
         return False
 
     def _connected(self, source: Source) -> Connected:
-        """Raises ValueError if it is of another model than the engine that was first."""
+        """Raises ValueError for another model than the first engine's."""
         link, facts = source.open()
         with self._lock:
-            for name, (whose, agreed) in self._agreed.items():
-                if (found := facts.get(name)) != agreed:  # None: of a version that does not tell it
+            for name, (stated_by, agreed) in self._agreed.items():
+                if (found := facts.get(name)) != agreed:  # None: a version that does not report it
                     link.close()
                     source.end()
-                    raise ValueError(f"{source.name} has {name} {found!r}, and {whose} has {agreed!r}; {AGREED[name]}")
+                    raise ValueError(f"{source.name} has {name} {found!r}, and {stated_by} has {agreed!r}; {AGREED[name]}")
             self._agreed = {name: (source.name, facts.get(name)) for name in AGREED} | self._agreed
         return Connected(link, facts)
 
@@ -538,7 +537,7 @@ class Router:
         self._house()
 
     def _fail(self, error: Exception, first: Future[None]) -> None:
-        """The server ends: an engine cannot be started."""
+        """End the server, because an engine cannot be started."""
         self.why = str(error)
         if not first.done():
             first.set_exception(error)
