@@ -64,7 +64,7 @@ def train(engine: Any, step: int) -> None:
 def twin(engine: Any, model: nn.Module) -> Any:
     """A whole model with the engine's weights of this moment. Collective."""
     model.load_state_dict(engine.state_dict())
-    return model.eval()
+    return model.to(engine.device).eval()
 
 
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
