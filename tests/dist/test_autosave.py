@@ -537,5 +537,5 @@ def test_wrong_settings() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             toy.make(torch.nn.Linear(2, 2), 0, slipstream={"checkpoint": checkpoint})
-    with pytest.raises(ValueError, match="local_steps has none"):
+    with pytest.raises(ValueError, match=r"with slipstream\.local_steps they do not"):
         toy.make(torch.nn.Linear(2, 2), 0, slipstream={"checkpoint": {"folder": "a"}, "local_steps": {"every": 5}})

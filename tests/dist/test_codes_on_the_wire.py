@@ -316,8 +316,8 @@ def test_a_gradient_that_is_not_finite_skips_its_step_only() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"communication_data_type": "int8", "zero_optimization": {"zero_quantized_gradients": True}}, "codes of 4 bits, but"),
-        ({"zero_optimization": {"zeropp_loco_param": {}}}, "zeropp_loco_param is the error feedback of gradients in codes"),
+        ({"communication_data_type": "int8", "zero_optimization": {"zero_quantized_gradients": True}}, "4-bit codes, but"),
+        ({"zero_optimization": {"zeropp_loco_param": {}}}, "zeropp_loco_param is error feedback for quantized gradients"),
         ({"communication_data_type": "int5"}, "communication_data_type"),
     ],
 )

@@ -38,7 +38,9 @@ def test_elastic_batch(train: int, micro: int | None, ranks: int) -> None:
     if micro is not None:
         fitting = [passes for passes in fitting if train // passes <= micro * ranks]
     if not fitting:
-        with pytest.raises(WorldError, match=r"no equal parts that give each of .* a sample") as refusal:
+        with pytest.raises(
+            WorldError, match=r"cannot be split into equal micro-batches .*that give each of .* a sample"
+        ) as refusal:
             plan_of(ranks, **sizes)
         if train >= ranks:  # the remedy is one
             least = int(str(refusal.value).split("_per_gpu to ")[1].split()[0])
@@ -60,13 +62,17 @@ def test_stated_sizes() -> None:
     batch = plan_of(3, facts=loaded, train_batch_size=256, train_micro_batch_size_per_gpu="auto").batch
     assert (batch.micro_batch_size, batch.accumulation) == (6, 16), "a DataLoader's batch is the most of a rank"
     assert plan_of(5, train_batch_size=24, gradient_accumulation_steps=2).batch.per_pass == 12
-    with pytest.raises(WorldError, match=r"\(24\) has no equal parts .* 5 data-parallel ranks a sample, in 5 micro-batches"):
+    with pytest.raises(
+        WorldError, match=r"\(24\) cannot be split into 5 equal micro-batches that give each of 5 data-parallel ranks"
+    ):
         plan_of(5, train_batch_size=24, gradient_accumulation_steps=5)
-    with pytest.raises(WorldError, match=r"4 data-parallel ranks a sample, .*; use at most 3 ranks"):
+    with pytest.raises(
+        WorldError, match=r"into equal micro-batches that give each of 4 data-parallel ranks a sample; use at most 3 ranks"
+    ):
         plan_of(4, train_batch_size=3)
-    with pytest.raises(ValueError, match="keeps train_batch_size on any number of ranks; set it"):
+    with pytest.raises(ValueError, match="keeps train_batch_size on any number of ranks, but it is not set; set it"):
         plan_of(2, train_micro_batch_size_per_gpu=2)
-    with pytest.raises(WorldError, match=r"nearest multiple is 3 or 6|or 6; with slipstream.elastic_batch the batch stays"):
+    with pytest.raises(WorldError, match=r"use the nearest multiple, 3 or 6, or slipstream.elastic_batch"):
         resolve({"train_batch_size": 4}, world=DataWorld(ranks=3), facts=FACTS)
 
 
@@ -76,7 +82,7 @@ def test_stated_sizes() -> None:
         ({"slipstream": {"local_steps": {"every": 4}}}, "3 data-parallel ranks do not divide the 8 samples .*local_steps"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op sum"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation false"),
-        ({"elasticity": {"enabled": True, "max_train_batch_size": 6, "micro_batch_sizes": [1]}}, "and elasticity computes one"),
+        ({"elasticity": {"enabled": True, "max_train_batch_size": 6, "micro_batch_sizes": [1]}}, "but elasticity computes one"),
         ({"facts": ModelFacts(device_type="cpu", supports_bf16=True, has_data=False)}, "pass training_data to initialize"),
     ],
 )

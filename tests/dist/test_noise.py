@@ -127,7 +127,7 @@ def test_the_noise_scale_of_a_known_spread() -> None:
     ("change", "reason"),
     [
         ({}, "a step has one micro-batch: use more ranks, or gradient_accumulation_steps of 2"),
-        ({"slipstream": {"noise_scale_every": 1}}, "measures for monitors, and there is none; add one"),
+        ({"slipstream": {"noise_scale_every": 1}}, "measures for monitors, but none is enabled; enable one"),
         ({"gradient_accumulation_steps": 2, "managed_gradient_accumulation": False}, "managed_gradient_accumulation false"),
         ({"gradient_accumulation_steps": 2, "gradient_allreduce_op": "sum"}, "gradient_allreduce_op sum"),
         ({"gradient_accumulation_steps": 2, "optimizer": {"type": "OneBitAdam"}}, "which OneBitAdam does not compute"),

@@ -682,11 +682,11 @@ def test_what_the_second_order_needs_is_said() -> None:
     ordered: dict[str, Any] = {"eigenvalue": {"enabled": True, "layer_name": "layers"}}
     other = {"quantize_training": {"enabled": True, "eigenvalue": {"enabled": True, "layer_name": "blocks"}}}
     for problem, config in {
-        "which nothing quantizes": ordered,
-        "both enabled, and differ": ordered | other,
-        "which slipstream.fused_layers has not": ordered | MOQ | {"slipstream": {"fused_layers": True}},
-        "which fp16.enabled has not": ordered | MOQ | {"fp16": {"enabled": True}},
-        "which compile.enabled has not": ordered | MOQ | {"compile": {"enabled": True}},
+        "but nothing quantizes weights": ordered,
+        "both enabled, but have different settings": ordered | other,
+        "which slipstream.fused_layers does not support": ordered | MOQ | {"slipstream": {"fused_layers": True}},
+        "which fp16.enabled does not support": ordered | MOQ | {"fp16": {"enabled": True}},
+        "which compile.enabled does not support": ordered | MOQ | {"compile": {"enabled": True}},
     }.items():
         with pytest.raises(ValueError, match=problem):
             curved(config, 0, torch.randn(5, 4))

@@ -115,7 +115,7 @@ def test_triad_errors_teach() -> None:
         plan_of(three, ranks=3)
     with pytest.raises(ValueError, match=r"not a multiple of micro batch \(4\) x data parallel \(3\) = 12; .* 24 or 36"):
         plan_of({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, ranks=3)
-    with pytest.raises(ValueError, match=r"nearest multiple is 4; with slipstream.elastic_batch"):
+    with pytest.raises(ValueError, match=r"use the nearest multiple, 4, or slipstream.elastic_batch"):
         plan_of({"train_batch_size": 2}, ranks=4)
     with pytest.raises(ValueError, match="give one of them"):
         resolve({"gradient_accumulation_steps": 2}, world=DataWorld(ranks=2), facts=FACTS)
@@ -181,7 +181,7 @@ def test_auto_learning_rate_of_a_client_optimizer() -> None:
     raw = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
     plan = plan_of(raw, facts=dataclasses.replace(FACTS, optimizer_lr=0.25))
     assert plan.scheduler is not None and plan.scheduler.params["warmup_max_lr"] == 0.25
-    with pytest.raises(ValueError, match="the learning rate is not known here"):
+    with pytest.raises(ValueError, match="learning rate is not known here"):
         plan_of(raw)
 
 

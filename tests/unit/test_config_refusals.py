@@ -265,7 +265,7 @@ def test_states_are_shared_by_all_ranks_of_a_stage() -> None:
 )
 def test_sizes_that_do_not_fit_name_the_nearest_that_do(ranks: int, axes: dict[str, int], nearest: dict[str, int]) -> None:
     named = " x ".join(f"{axis} {size}" for axis, size in nearest.items())
-    with pytest.raises(ValueError, match=rf"{ranks} ranks are no multiple of it; start \d+ processes, or use {named}$"):
+    with pytest.raises(ValueError, match=rf"{ranks} ranks are not a multiple of that; start \d+ processes, or use {named}$"):
         on_mesh(ranks, axes)
     assert on_mesh(ranks, nearest).mesh.tp == nearest["tp"]
 

@@ -103,7 +103,7 @@ def test_elasticity() -> None:
     sliced = {"slipstream": {"mesh": {"tp": 2}}}
     two = LITTLE | {"version": 0.2, "num_gpus_per_node": 4, "model_parallel_size": 2}
     assert planned(two, 4, **sliced).batch.train_batch_size == planned(two, 8, **sliced).batch.train_batch_size == 24
-    with pytest.raises(ValueError, match=r"model_parallel_size is 1, and one replica .* = 2 ranks; set it to 2"):
+    with pytest.raises(ValueError, match=r"model_parallel_size is 1, but one replica .* = 2 ranks; set it to 2"):
         planned(LITTLE | {"version": 0.2}, 4, **sliced)
     with pytest.raises(ElasticityConfigError, match="computes the batch sizes, but the config has train_batch_size"):
         planned(LITTLE, 2, train_batch_size=64)

@@ -184,8 +184,8 @@ class _Cleaning:
         self.left_out.append(word)
         if len(self.left_out) > MOST_UNKNOWN:
             raise ValueError(
-                f"more than {MOST_UNKNOWN} unknown top-level keys, among them {', '.join(map(shown, self.left_out[:3]))}: "
-                f"this is not a DeepSpeed config; pass the config file to initialize"
+                f"the config has more than {MOST_UNKNOWN} unknown top-level keys ({', '.join(map(shown, self.left_out[:3]))}, "
+                "...), so it is not a DeepSpeed config; pass a DeepSpeed config to initialize"
             )
         return True
 
@@ -244,7 +244,7 @@ def _explain_one(location: tuple[str, ...], item: Mapping[str, Any]) -> str:
         return _unknown(location)
     path = ".".join(part for part, _ in _walk(location))
     if item["type"] == "missing":
-        return f"config key {path} is missing; {'.'.join(location[:-1])} requires it"
+        return f"config key {path} is missing, but the block {'.'.join(location[:-1])} requires it; set it, or drop the block"
     if item["type"] == "model_type":
         return f'config key {path} must be an object such as {{"enabled": true}}, got {shown(item["input"])}'
     text = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
@@ -262,9 +262,7 @@ def _unknown(location: tuple[str, ...]) -> str:
         return f"{text}; did you mean {' or '.join(dict.fromkeys(meant))}?"
     if parents:
         known = (
-            f"known here: {', '.join(block.model_fields)}"
-            if len(block.model_fields) <= 24
-            else "no similar key exists, so remove it"
+            f"known here: {', '.join(block.model_fields)}" if len(block.model_fields) <= 24 else "no similar key exists; remove it"
         )
         return f"{text}; {known}"
     return f'{text}; no similar key exists: remove it, or set "slipstream": {{"unknown_keys": "warn"}} to ignore such keys'

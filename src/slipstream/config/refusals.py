@@ -206,29 +206,31 @@ def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.checkpoint.per_host and c.plan.checkpoint.memory_every_steps and not c.one_host,
-        "slipstream.checkpoint.memory_every_steps resumes from memory or a disk that all hosts share, and "
-        "checkpoint.use_node_local_storage has one on each host: drop one of the two",
+        "slipstream.checkpoint.memory_every_steps resumes from host memory or from a disk that all hosts share, but "
+        "checkpoint.use_node_local_storage uses a separate disk on each host; drop one of the two",
     ),
     Refusal(
         lambda c: c.plan.quantized and c.plan.mesh.pp > 1,
-        "weight_quantization is not built with pipelines (pp {c.plan.mesh.pp}), whose stages have other layers; use "
-        "zero_optimization.stage 3 instead",
+        "weight_quantization is not built with pipelines (pp {c.plan.mesh.pp}); use zero_optimization.stage 3 to shard the model "
+        "instead",
     ),
     Refusal(
         lambda c: c.plan.checkpoint.per_host and c.plan.checkpoint.asynchronous and not c.one_host,
-        "asynchronous checkpoints (checkpoint.writer.decoupled, datastates_ckpt) are committed when all files are in one folder; "
-        "checkpoint.use_node_local_storage has one on each host: drop one of the two",
+        "asynchronous checkpoints (checkpoint.writer.decoupled, datastates_ckpt) need one folder for the files of all ranks, but "
+        "checkpoint.use_node_local_storage uses one folder per host; drop one of the two",
     ),
     Refusal(
         lambda c: c.plan.trace is not None and (len(c.plan.trace.steps) != 2 or c.plan.trace.steps[0] >= c.plan.trace.steps[1]),
-        "slipstream.trace.steps {c.plan.trace.steps} are not the first step that is traced and a later one, before which the trace "
-        "ends; set them to [10, 13], for example",
+        "slipstream.trace.steps is {c.plan.trace.steps}, but must be two increasing numbers of finished steps, at which the trace "
+        "starts and ends; set it to [10, 13], for example",
     ),
-    Refusal(lambda c: c.contradiction, "{c.contradiction}: sizes of one axis of the mesh; drop all but one"),
+    Refusal(
+        lambda c: c.contradiction, "{c.contradiction} contradict each other: they set the size of one mesh axis; drop all but one"
+    ),
     Refusal(
         lambda c: c.plan.pipeline.reduce == "micro_batch" and c.plan.pipeline.schedule == "zero_bubble",
-        "slipstream.pipeline.reduce micro_batch does not fit schedule zero_bubble, in which weights' gradients wait until "
-        'after the backward; use schedule "1f1b", or reduce "step"',
+        "slipstream.pipeline.reduce micro_batch does not work with schedule zero_bubble, which computes weight gradients after the "
+        'backward; use schedule "1f1b", or reduce "step"',
     ),
     Refusal(
         lambda c: c.offload.optimizer == "nvme" and not c.offload.optimizer_path,
@@ -240,8 +242,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.offload.uses_disk and not (c.whole_blocks and 1 <= c.offload.queue_depth <= 4096),
-        "aio.block_size ({c.offload.block_nbytes}) must be a multiple of 4096 (direct I/O), and aio.queue_depth "
-        "({c.offload.queue_depth}) from 1 to 4096",
+        "for direct I/O, aio.block_size ({c.offload.block_nbytes}) must be a multiple of 4096, and aio.queue_depth "
+        "({c.offload.queue_depth}) must be from 1 to 4096; set them so",
     ),
     Refusal(
         lambda c: (c.offload.uses_disk or (c.offload.optimizer == "cpu" and not c.on_cpu)) and c.offload.num_buffers < 2,
@@ -250,7 +252,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.values["fp16.enabled"] and c.values["bf16.enabled"],
-        "fp16.enabled and bf16.enabled are both true, but weights have one dtype; turn one of them off",
+        "fp16.enabled and bf16.enabled are both true, but weights have only one dtype; turn one of them off",
     ),
     Refusal(
         lambda c: c.half == "bf16" and not c.facts.supports_bf16,
@@ -263,11 +265,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: not c.half and c.values["data_types.param_dtype"] == "fp16",
-        'data_types.param_dtype fp16 needs a loss scale; set {{"fp16": {{"enabled": true}}}} instead',
+        'data_types.param_dtype is fp16, which needs a loss scale; set {{"fp16": {{"enabled": true}}}} instead',
     ),
     Refusal(
         lambda c: c.precision.stochastic_rounding and c.precision.param_dtype is not torch.bfloat16,
-        '"slipstream": {{"stochastic_rounding": true}} trains bf16 weights without fp32 masters; also set '
+        '"slipstream": {{"stochastic_rounding": true}} needs bf16 weights, which it trains without fp32 master weights; also set '
         '{{"bf16": {{"enabled": true}}}}, or drop it',
     ),
     Refusal(
@@ -292,45 +294,48 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.compression and (c.plan.mesh.pp > 1 or c.plan.mesh.tp > 1),
-        "compression_training and quantize_training are not built with pipelines and slices (pp {c.plan.mesh.pp}, tp "
+        "compression_training and quantize_training are not built with pipeline or tensor parallelism (pp {c.plan.mesh.pp}, tp "
         "{c.plan.mesh.tp}); use pp 1 and tp 1{c.instead}, or drop them",
     ),
     Refusal(
         lambda c: c.orders and not c.quantizes,
-        "{c.orders[0]}.enabled orders the bits of weights in training, which nothing quantizes; enable quantize_training or "
+        "{c.orders[0]}.enabled sets when weights lose bits, but nothing quantizes weights; enable quantize_training or "
         "compression_training.weight_quantization, or drop it",
     ),
     Refusal(
         lambda c: len(c.orders) > 1 and c.curvatures[0] != c.curvatures[1],
-        "eigenvalue and quantize_training.eigenvalue are both enabled, and differ; drop one of them",
+        "eigenvalue and quantize_training.eigenvalue are both enabled, but have different settings; drop one of them",
     ),
     Refusal(
         lambda c: c.orders and c.once_differentiable,
-        "{c.orders[0]}.enabled takes second derivatives, which {c.once_differentiable} has not; drop one of the two",
+        "{c.orders[0]}.enabled needs second derivatives, which {c.once_differentiable} does not support; drop one of the two",
     ),
     Refusal(
         lambda c: c.plan.curriculum and (c.plan.mesh.pp > 1 or c.plan.mesh.sp > 1),
-        "curriculum_learning is not built with pipelines and shares of sequences (pp {c.plan.mesh.pp}, sp {c.plan.mesh.sp}); use "
+        "curriculum_learning is not built with pipeline or sequence parallelism (pp {c.plan.mesh.pp}, sp {c.plan.mesh.sp}); use "
         "pp 1 and sp 1{c.instead}, or drop it",
     ),
-    *(Refusal(partial(_is_alone, inner, outer), f"{inner} is true and {outer} is false; set both") for inner, outer in _SWITCHES),
+    *(
+        Refusal(partial(_is_alone, inner, outer), f"{inner} is true, but {outer} is false; set both to the same value")
+        for inner, outer in _SWITCHES
+    ),
     Refusal(
         lambda c: c.drops_tokens and (c.plan.mesh.pp > 1 or c.plan.mesh.sp > 1 or c.plan.tensor.shares_tokens),
-        f"{_EFFICIENCY}.data_routing.random_ltd is not built with pipelines and shares of sequences (pp {{c.plan.mesh.pp}}, sp "
+        f"{_EFFICIENCY}.data_routing.random_ltd is not built with pipeline or sequence parallelism (pp {{c.plan.mesh.pp}}, sp "
         "{c.plan.mesh.sp}, slipstream.tensor.sequence_parallel {c.plan.tensor.shares_tokens}); use pp 1 and sp 1 without "
         "sequence_parallel{c.instead}, or drop it",
     ),
     Refusal(
         lambda c: c.drops_tokens and c.is_sparse,
-        f"{_EFFICIENCY}.data_routing.random_ltd takes tokens out of the blocks of sparse_attention; drop one of the two",
+        f"{_EFFICIENCY}.data_routing.random_ltd drops tokens, which shifts the blocks of sparse_attention; drop one of the two",
     ),
     Refusal(
         lambda c: c.curriculum and c.by_tokens,
-        f"{_EFFICIENCY}.data_sampling: curriculum_learning and dynamic_batching both fill batches; drop one of them",
+        f"{_EFFICIENCY}.data_sampling: curriculum_learning and dynamic_batching both choose a batch's samples; drop one of them",
     ),
     Refusal(
         lambda c: c.by_tokens and not c.by_tokens["max_tokens"],
-        f"{_EFFICIENCY}.data_sampling.dynamic_batching is enabled without max_tokens; set it to the tokens of a micro-batch",
+        f"{_EFFICIENCY}.data_sampling.dynamic_batching is enabled without max_tokens; set it to a micro-batch's maximum of tokens",
     ),
     Refusal(
         lambda c: c.plan.fused_layers and c.plan.compile,
@@ -338,17 +343,17 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.noise_every and not (c.plan.adaptive or c.plan.monitors or c.plan.own_monitors),
-        "slipstream.noise_scale_every measures for monitors, and there is none; add one, as "
+        "slipstream.noise_scale_every measures for monitors, but none is enabled; enable one, such as "
         '{{"slipstream": {{"monitors": {{"report": {{}}}}}}}}, or drop it',
     ),
     Refusal(
         lambda c: c.plan.batch.elastic and c.values["elasticity.enabled"],
-        "slipstream.elastic_batch keeps train_batch_size on any number of ranks, and elasticity computes one; drop one of the two",
+        "slipstream.elastic_batch keeps train_batch_size on any number of ranks, but elasticity computes one; drop one of the two",
     ),
     Refusal(
         lambda c: c.plan.batch.elastic and c.uneven,
         "slipstream.elastic_batch: {c.replicas} data-parallel ranks do not divide the {c.plan.batch.per_pass} samples of a "
-        "micro-batch, so that some get one less, which is not built with {c.uneven}; change one of the two",
+        "micro-batch, so some ranks get one sample less, which is not built with {c.uneven}; change one of the two",
     ),
     Refusal(
         lambda c: c.plan.noise_every and c.unmeasured,
@@ -357,98 +362,98 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.adaptive and c.decided_elsewhere,
-        "slipstream.adaptive_batch changes train_batch_size, which {c.decided_elsewhere} decides by; drop one of the two",
+        "slipstream.adaptive_batch changes train_batch_size, but {c.decided_elsewhere} needs a constant one; drop one of the two",
     ),
     Refusal(
         lambda c: c.plan.adaptive and not c.plan.adaptive.least <= c.plan.batch.train_batch_size <= c.plan.adaptive.most,
-        "slipstream.adaptive_batch: training begins with train_batch_size ({c.plan.batch.train_batch_size}), which is not from "
-        "min_batch_size ({c.plan.adaptive.least}) to max_batch_size ({c.plan.adaptive.most}); set bounds around it",
+        "slipstream.adaptive_batch: training begins with train_batch_size ({c.plan.batch.train_batch_size}), which is not between "
+        "min_batch_size ({c.plan.adaptive.least}) and max_batch_size ({c.plan.adaptive.most}); set bounds around it",
     ),
     Refusal(
         lambda c: c.plan.pipeline.chunks > 1 and c.plan.pipeline.schedule in ("gpipe", "v"),
-        "slipstream.pipeline.chunks ({c.plan.pipeline.chunks}) is for the schedules 1f1b and zero_bubble; "
-        "{c.plan.pipeline.schedule} has its own number of stages on each rank: drop chunks",
+        "slipstream.pipeline.chunks ({c.plan.pipeline.chunks}) is for the schedules 1f1b and zero_bubble, but the schedule is "
+        "{c.plan.pipeline.schedule}, which has its own number of stages per rank; drop chunks",
     ),
     Refusal(
         lambda c: c.plan.pipeline.partition == "profile" and c.plan.mesh.sp * c.plan.mesh.tp * c.plan.experts.size > 1,
-        "pipeline.partition profile measures a whole model in one process, not one with sp {c.plan.mesh.sp}, tp {c.plan.mesh.tp} "
-        "and experts over {c.plan.experts.size} ranks: use parameters or uniform",
+        "pipeline.partition profile measures a whole model in one process, which is not built with sp {c.plan.mesh.sp}, tp "
+        "{c.plan.mesh.tp} and experts split over {c.plan.experts.size} ranks; use parameters or uniform",
     ),
     Refusal(
         lambda c: c.plan.layer_drop and not c.plan.zero.ignore_unused,
-        "progressive_layer_drop skips layers, whose parameters then get no gradient, and "
-        "zero_optimization.ignore_unused_parameters is false: set it to true",
+        "progressive_layer_drop skips layers, whose parameters then get no gradient, but "
+        "zero_optimization.ignore_unused_parameters is false; set it to true",
     ),
     Refusal(
         lambda c: c.is_sparse and c.plan.mesh.sp > 1,
-        "sparse_attention is not built with shares of sequences (sequence_parallel_size {c.plan.mesh.sp}); share the heads instead "
-        "(sp 1, tp {c.joined}), or drop it",
+        "sparse_attention is not built with sequence parallelism (sequence_parallel_size {c.plan.mesh.sp}); use tensor parallelism "
+        "instead (sp 1, tp {c.joined}), or drop it",
     ),
     Refusal(
         lambda c: c.is_sparse and c.plan.sparse["different_layout_per_head"] and c.plan.mesh.tp > 1,
-        "sparse_attention.different_layout_per_head is not built with sliced heads (tensor_parallel.autotp_size {c.plan.mesh.tp}); "
-        "use tp 1{c.instead}, or drop it",
+        "sparse_attention.different_layout_per_head is not built with tensor parallelism (tensor_parallel.autotp_size "
+        "{c.plan.mesh.tp}); use tp 1{c.instead}, or drop it",
     ),
     Refusal(
         lambda c: c.plan.rollouts and c.plan.mesh.pp > 1,
-        "hybrid_engine is not built with pipelines (pp {c.plan.mesh.pp}); drop it, and give a server engine.named_weights()",
+        "hybrid_engine is not built with pipelines (pp {c.plan.mesh.pp}); drop it, and pass engine.named_weights() to a server",
     ),
     Refusal(
         lambda c: c.plan.local_steps.every and c.plan.experts.size > 1,
-        "slipstream.local_steps is not built with experts that are split (over {c.plan.experts.size} ranks), whose balance all "
-        "ranks share; make that 1, or drop it",
+        "slipstream.local_steps is not built with experts that are split over ranks (expert_parallel.autoep_size "
+        "{c.plan.experts.size}); set that to 1, or drop local_steps",
     ),
     Refusal(
         lambda c: c.plan.experts.rest_unused and not c.plan.experts.enabled,
-        "slipstream.rest_unused_experts needs the experts that expert_parallel finds: set expert_parallel.enabled to true",
+        "slipstream.rest_unused_experts applies to the experts that expert_parallel finds; set expert_parallel.enabled to true",
     ),
     Refusal(
         lambda c: c.plan.local_steps.every and c.plan.experts.rest_unused,
-        "slipstream.local_steps is not built with slipstream.rest_unused_experts: replicas that train on their own use other "
-        "experts, and would have to agree in every step; drop one of the two",
+        "slipstream.local_steps is not built with slipstream.rest_unused_experts: replicas use different experts in their local "
+        "steps, and would have to agree in every step; drop one of the two",
     ),
     Refusal(
         lambda c: c.plan.local_steps.every and c.shards % c.joined,
-        "zero_optimization.mics_shard_size ({c.shards}) is the part of a stage that slipstream.local_steps lets train on its own, "
-        "and a model needs a multiple of {c.joined} ranks (sp {c.plan.mesh.sp} x tp {c.plan.mesh.tp}); use one, or drop it",
+        "with slipstream.local_steps, zero_optimization.mics_shard_size ({c.shards}) is the number of a stage's ranks that train "
+        "together, and must be a multiple of {c.joined} (sp {c.plan.mesh.sp} x tp {c.plan.mesh.tp}); use one, or drop it",
     ),
     Refusal(
         lambda c: c.plan.local_steps.every and c.plan.local_steps.overlap >= c.plan.local_steps.every,
-        "slipstream.local_steps.overlap ({c.plan.local_steps.overlap}) must be less than every ({c.plan.local_steps.every}): a "
-        "round ends before the next one begins",
+        "slipstream.local_steps.overlap ({c.plan.local_steps.overlap}) must be less than every ({c.plan.local_steps.every}), so "
+        "that an exchange ends before the next one begins; set a smaller overlap",
     ),
     Refusal(
         lambda c: c.plan.local_steps.every and c.plan.checkpoint.folder,
-        "slipstream.checkpoint.folder needs an exchange of all ranks in every step, and slipstream.local_steps has none; use "
-        "engine.save_checkpoint() in the script",
+        "slipstream.checkpoint.folder needs all ranks to communicate in every step, but with slipstream.local_steps they do not; "
+        "drop it, and use engine.save_checkpoint() in the script",
     ),
     Refusal(
         lambda c: c.asks_to_save and not c.plan.checkpoint.folder,
-        "slipstream.checkpoint has {c.asks_to_save} without a folder; set slipstream.checkpoint.folder",
+        "slipstream.checkpoint sets {c.asks_to_save} without a folder; set slipstream.checkpoint.folder",
     ),
     Refusal(
         lambda c: c.wrong_signals,
-        "slipstream.checkpoint.on_signal has {c.wrong_signals}, of which a process cannot be told; use names as SIGUSR1",
+        "slipstream.checkpoint.on_signal has {c.wrong_signals}, which a process cannot handle; use signal names such as SIGUSR1",
     ),
     Refusal(
         lambda c: c.values["zero_optimization.zero_quantized_gradients"] and c.precision.comm_dtype is not INT4,
-        "zero_optimization.zero_quantized_gradients communicates gradients in codes of 4 bits, but communication_data_type is "
+        "zero_optimization.zero_quantized_gradients communicates gradients as 4-bit codes, but communication_data_type is "
         "{c.values[communication_data_type]}; drop one of the two",
     ),
     Refusal(
         lambda c: c.zero.coded_frozen and (c.offload.param == "nvme" or (c.offload.param == "cpu" and not c.on_cpu)),
-        "zero_optimization.zero_quantized_nontrainable_weights keeps codes of frozen weights in the device's memory, but "
+        "zero_optimization.zero_quantized_nontrainable_weights keeps quantized frozen weights in the device's memory, but "
         "offload_param moves weights to {c.offload.param}; drop one of the two",
     ),
     Refusal(
         lambda c: c.zero.error_beta is not None and c.precision.comm_dtype not in _CODES,
-        "zero_optimization.zeropp_loco_param is the error feedback of gradients in codes; also set "
+        "zero_optimization.zeropp_loco_param is error feedback for quantized gradients, but gradients are not quantized; also set "
         "zero_optimization.zero_quantized_gradients, or communication_data_type to int8 or int4",
     ),
     Refusal(
         lambda c: c.zero.transport == "shared" and c.on_cuda,
-        '"slipstream": {{"transport": "shared"}} is the memory that CPU ranks of a host share, and these ranks train on GPUs; use '
-        '"auto", which takes NCCL',
+        '"slipstream": {{"transport": "shared"}} is the shared memory of CPU ranks on a host, but these ranks train on GPUs; use '
+        '"auto", which selects NCCL',
     ),
     Refusal(
         lambda c: c.zero.transport == "shared" and c.offload.param == "nvme" and c.on_cpu,
@@ -465,18 +470,18 @@ REFUSALS: tuple[Refusal, ...] = (
 SURGERY: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.local_steps.every,
-        "engine.surgery() is not built with slipstream.local_steps: change the model before initialize()",
+        "engine.surgery() is not built with slipstream.local_steps; change the model before initialize()",
     ),
     Refusal(
         lambda c: c.mesh.pp.size > 1 and (c.plan.pipeline.schedule == "zero_bubble" or getattr(c.model, "is_v", False)),
-        "engine.surgery() is not built for schedule {c.plan.pipeline.schedule!r} of {c.model.__class__.__name__}, in which "
-        'gradients of weights wait: use slipstream.pipeline.schedule "1f1b" and a PipelineModule',
+        "engine.surgery() is not built with schedule {c.plan.pipeline.schedule!r} of {c.model.__class__.__name__}, which delays "
+        'weight gradients; use slipstream.pipeline.schedule "1f1b" and a PipelineModule',
     ),
 )
 
 NO_EFFECT: tuple[Refusal, ...] = (
     *(
-        Refusal(partial(_is_implied, inner, outer), f"{inner} is true and {outer} is not set: it is on, as in DeepSpeed")
+        Refusal(partial(_is_implied, inner, outer), f"{inner} is true and {outer} is not set: it is enabled, as in DeepSpeed")
         for inner, outer in _SWITCHES
     ),
     Refusal(lambda c: c.offload.optimizer == "cpu" and c.on_cpu, f"{_OPTIMIZER} (cpu) has no effect here: {_ON_HOST}"),
@@ -505,12 +510,12 @@ NO_EFFECT: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.zero.coded_weights and c.zero.stage == 0,
-        "zero_optimization.zero_quantized_weights has no effect at stage 0, where ranks send each other no weights",
+        "zero_optimization.zero_quantized_weights has no effect at stage 0: ranks do not exchange weights",
     ),
     Refusal(
         lambda c: c.zero.coded_weights and 0 < c.zero.stage < 3 and not c.has_masters,
         "zero_optimization.zero_quantized_weights has no effect at stage {c.zero.stage} with weights in "
-        "{c.precision.param_dtype}, which are their own masters: it needs bf16 or fp16 weights and fp32 masters",
+        "{c.precision.param_dtype} and no separate master weights: it needs bf16 or fp16 weights with fp32 master weights",
     ),
     Refusal(
         lambda c: c.zero.group_size is not None and c.zero.group_size == c.shards,
@@ -518,8 +523,8 @@ NO_EFFECT: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.zero.group_size is not None and c.zero.stage < 3 and c.precision.comm_dtype not in _CODES,
-        "zero_optimization.zero_hpz_partition_size has no effect at stage {c.zero.stage} without codes: groups apply to "
-        "weights, which only stage 3 gathers, and to gradients in codes",
+        "zero_optimization.zero_hpz_partition_size has no effect at stage {c.zero.stage} with unquantized gradients: groups apply "
+        "to weights, which only stage 3 gathers, and to quantized gradients",
     ),
     Refusal(
         lambda c: c.values.is_given(_CHECK) and c.scale is not None,
@@ -531,10 +536,12 @@ NO_EFFECT: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.values["slipstream.activations"] == "offload" and not c.on_cuda,
-        "slipstream.activations = offload has no effect here: without a CUDA device activations are already in host memory",
+        "slipstream.activations = offload has no effect here: without a CUDA device, activations are already in host memory",
     ),
-    _idle(f"{_BLOCKS}.cpu_checkpointing", "without a CUDA device saved inputs are already in host memory", lambda c: not c.on_cuda),
-    _idle(_BOUNDARY, "without a CUDA device operations are synchronous", lambda c: not c.on_cuda),
+    _idle(
+        f"{_BLOCKS}.cpu_checkpointing", "without a CUDA device, saved inputs are already in host memory", lambda c: not c.on_cuda
+    ),
+    _idle(_BOUNDARY, "without a CUDA device, operations are synchronous", lambda c: not c.on_cuda),
     _idle(_BOUNDARY, "no block is recomputed", lambda c: c.on_cuda and not c.recomputes),
     _idle(f"{_BLOCKS}.profile", "no block is recomputed", lambda c: not c.recomputes),
     Refusal(
@@ -544,7 +551,7 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.mesh.pp > c.plan.batch.accumulation or (c.idles and c.plan.mesh.pp > 1),
         "gradient_accumulation_steps {c.plan.batch.accumulation} gives a pipeline of {c.plan.mesh.pp} stages few micro-batches to "
-        "overlap: its ranks idle in about {c.bubble:.0%} of a step. Take {c.enough} or more, or slipstream.pipeline.schedule "
-        '"zero_bubble"',
+        "overlap: its ranks idle in about {c.bubble:.0%} of a step. Take {c.enough} or more, or set slipstream.pipeline.schedule "
+        'to "zero_bubble"',
     ),
 )

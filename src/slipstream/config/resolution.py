@@ -71,21 +71,21 @@ def _on(parsed: Parsed, path: str) -> bool:
 
 AUTO: Mapping[str, Auto] = MappingProxyType(
     {
-        "train_batch_size": Auto("follows from the micro batch and the accumulation", lambda parsed, facts: None),
-        "gradient_accumulation_steps": Auto("follows from the batch sizes, else 1", lambda parsed, facts: None),
+        "train_batch_size": Auto("derived from micro batch and accumulation", lambda parsed, facts: None),
+        "gradient_accumulation_steps": Auto("derived from the batch sizes, else 1", lambda parsed, facts: None),
         "train_micro_batch_size_per_gpu": Auto(
-            "follows from train_batch_size, else the batch size of the loader given to initialize, else 1",
+            "derived from train_batch_size, else the batch size of the loader given to initialize, else 1",
             lambda parsed, facts: None,
         ),
         "bf16.enabled": Auto(
-            "bf16 where the device supports it, unless fp16 is on",
+            "on if the device supports bf16 and fp16 is off",
             lambda parsed, facts: facts.supports_bf16 and not _on(parsed, "fp16.enabled"),
         ),
         "fp16.enabled": Auto(
-            "fp16 on CUDA devices without bf16, unless bf16 is on",
+            "on for CUDA devices without bf16, if bf16 is off",
             lambda parsed, facts: facts.device_type == "cuda" and not facts.supports_bf16 and not _on(parsed, "bf16.enabled"),
         ),
-        "data_types.keep_in_fp32_modules": Auto("as the model's class says", lambda parsed, facts: None),
+        "data_types.keep_in_fp32_modules": Auto("the patterns of the model's class", lambda parsed, facts: None),
         "gradient_clipping": Auto("1.0", lambda parsed, facts: 1.0),
     }
 )
@@ -305,8 +305,8 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
     ranks, left = divmod(world.ranks, mesh.model_size)
     if left or not ranks:
         raise WorldError(
-            f"one replica of the model needs pp ({mesh.pp}) x sp ({mesh.sp}) x tp ({mesh.tp}) = {mesh.model_size} ranks, and "
-            f"{world.ranks} ranks are no multiple of it; start {max(ranks, 1) * mesh.model_size} processes, or use "
+            f"one replica of the model needs pp ({mesh.pp}) x sp ({mesh.sp}) x tp ({mesh.tp}) = {mesh.model_size} ranks, but "
+            f"{world.ranks} ranks are not a multiple of that; start {max(ranks, 1) * mesh.model_size} processes, or use "
             + " x ".join(f"{axis} {size}" for axis, size in nearest_sizes(world.ranks, mesh.pp, mesh.sp, mesh.tp).items()),
             fits=max(ranks, 1) * mesh.model_size,
         )
@@ -344,7 +344,7 @@ def _elastic_batch(values: Values, world: DataWorld, mesh: MeshPlan, ranks: int)
     elastic.check_stated(block, (path for path in elastic.BATCH_KEYS if values.is_given(path)))
     if block.version == 0.2 and block.model_parallel_size != mesh.model_size:
         raise ValueError(
-            f"elasticity.model_parallel_size is {block.model_parallel_size}, and one replica of the model has pp ({mesh.pp}) x sp "
+            f"elasticity.model_parallel_size is {block.model_parallel_size}, but one replica of the model has pp ({mesh.pp}) x sp "
             f"({mesh.sp}) x tp ({mesh.tp}) = {mesh.model_size} ranks; set it to {mesh.model_size}"
         )
     elastic.ensure_immutable_elastic_config(block.model_dump())
@@ -369,8 +369,8 @@ def _default_micro_batch(values: Values) -> int | None:
         )
     elif loader is None:
         values.notes.append(
-            'train_micro_batch_size_per_gpu is "auto" and nothing determines it, so it became 1; '
-            "set train_batch_size or the micro batch size"
+            'train_micro_batch_size_per_gpu is "auto", but nothing determines it, so it is 1; set train_batch_size or '
+            "train_micro_batch_size_per_gpu"
         )
     return micro
 
@@ -430,23 +430,24 @@ def elastic_triad(train: int | None, micro: int | None, accumulation: int | None
     Raises ValueError without a batch, WorldError if no number of equal micro-batches has a sample for each rank.
     """
     if train is None:
-        raise ValueError("slipstream.elastic_batch keeps train_batch_size on any number of ranks; set it")
+        raise ValueError("slipstream.elastic_batch keeps train_batch_size on any number of ranks, but it is not set; set it")
     counts = [] if accumulation is None else [accumulation]
     if accumulation is None or micro is not None:
         counts += range(1, train // ranks + 1)
     for passes in counts:
         if train % passes == 0 and train // passes >= ranks and (micro is None or train <= passes * micro * ranks):
             return Triad(train, -(-train // (passes * ranks)), passes)
-    stated = f"{accumulation} micro-batches" if micro is None else f"micro-batches of at most {micro} samples on each rank"
+    limit = f"equal micro-batches of at most {micro} samples on each rank"
+    stated = " ".join([*map(str, counts), "equal micro-batches"]) if micro is None else limit
     fits = max(passes for passes in range(1, max(train // ranks, 1) + 1) if train % passes == 0)
     remedy = (
-        f"set train_micro_batch_size_per_gpu to {-(-train // (fits * ranks))} or more and leave gradient_accumulation_steps out"
+        f"set train_micro_batch_size_per_gpu to {-(-train // (fits * ranks))} or more and drop gradient_accumulation_steps"
         if train >= ranks
         else f"use at most {train} ranks"
     )
     raise WorldError(
-        f"{DEEPSPEEDS}train_batch_size ({train}) has no equal parts that give each of {ranks} data-parallel ranks a sample, in "
-        f"{stated}; {remedy}",
+        f"{DEEPSPEEDS}train_batch_size ({train}) cannot be split into {stated} that give each of {ranks} data-parallel "
+        f"ranks a sample; {remedy}",
         fits=None if train >= ranks else train,
     )
 
@@ -458,8 +459,8 @@ def _divides(train: int, name: str, factor: int, ranks: int) -> None:
         near = f"{below} or {above}" if below else f"{above}"
         raise WorldError(
             f"{DEEPSPEEDS}train_batch_size ({train}) is not a multiple of {name} ({factor}) "
-            f"x data parallel ({ranks}) = {unit}; the nearest multiple is {near}; with slipstream.elastic_batch the batch stays "
-            "as it is, and some ranks get a sample less",
+            f"x data parallel ({ranks}) = {unit}; use the nearest multiple, {near}, or slipstream.elastic_batch, with which some "
+            "ranks get one sample less",
             fits=next((fewer for fewer in range(ranks - 1, 0, -1) if train % (factor * fewer) == 0), None),
         )
 
@@ -552,14 +553,14 @@ def _optimizer(values: Values) -> tuple[OptimizerPlan | None, float]:
 
 def _clipping(values: Values, clipping: float, norm: Any) -> float:
     if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not 0 <= norm < math.inf:
-        raise ValueError(f"optimizer.params.max_grad_norm ({norm!r}) must be a number, at least 0 (no clipping)")
+        raise ValueError(f"optimizer.params.max_grad_norm ({norm!r}) must be a number that is at least 0 (0: no clipping)")
     if not values.is_given("gradient_clipping"):
         values.sources["gradient_clipping"] = "derived: optimizer.params.max_grad_norm"
         return float(norm)
     if norm and clipping != norm:  # 0 with gradient_clipping is allowed: DeepSpeed's fused optimizers had it
         raise ValueError(
-            f"gradient_clipping ({clipping:g}) and optimizer.params.max_grad_norm ({norm:g}) "
-            "disagree, but both set the clipping norm; keep gradient_clipping"
+            f"gradient_clipping ({clipping:g}) and optimizer.params.max_grad_norm ({norm:g}) both set the clipping norm and "
+            "differ; keep only gradient_clipping"
         )
     return clipping
 
@@ -575,7 +576,7 @@ def _scheduler(values: Values, optimizer: OptimizerPlan | None) -> SchedulerPlan
         if key in _FROM_OPTIMIZER:
             params[key] = _learning_rate(optimizer, values.facts)
             values.sources[path] = "auto: the optimizer's learning rate"
-            unknown = "the learning rate is not known here; set a number"
+            unknown = "the optimizer's learning rate is not known here; set a number"
         elif key in _FROM_LOOP:
             params[key] = None
             unknown = "only the training loop knows it; set the number of optimizer steps"
