@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import slipstream
 from tests import probe
 from tests.dist.test_pipeline import Group
-from tests.dist.test_tensor import batch, build, settings
+from tests.dist.test_tensor import ADAMW, batch, build, settings
 from tests.pool import distributed, run
 
 pytest.importorskip("transformers")
@@ -162,7 +162,8 @@ def test_twenty_steps_are_those_of_one_process() -> None:
     """In fp32, losses within 1e-5 of plain torch's."""
     layouts = {"pp2 sp2 zero1": (1, {"pp": 2, "sp": 2}, {}), **{name: LAYOUTS[name] for name in list(LAYOUTS)[3:]}}
     model = build("qwen2")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    adamw = ADAMW | {"lr": 1e-3}
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw, weight_decay=0.0)
     expected = []
     for i in range(20):
         optimizer.zero_grad()
@@ -174,7 +175,7 @@ def test_twenty_steps_are_those_of_one_process() -> None:
     for layout, (stage, mesh, own) in layouts.items():
         replicas = 4 // math.prod(mesh.values())
         config = settings(stage, slipstream={"mesh": mesh, **own}, gradient_accumulation_steps=4 // replicas)
-        config["optimizer"]["params"]["lr"] = 1e-3
+        config["optimizer"]["params"] = adamw
         engine = slipstream.initialize(model=build("qwen2"), config=config)[0]
         for i in range(20):
             micros = [batch(i, k) for k in range(4)][engine.mesh.batch.index :: replicas]

@@ -159,7 +159,7 @@ def test_it_refuses_the_real_ones_files(tmp_path: Path) -> None:
         pytest.param(
             "checkpoint.ds_to_universal",
             "--input_folder nowhere/a --output_folder out/b",
-            "nowhere does not exist",
+            "nowhere/a does not exist",
             marks=pytest.mark.slow,
         ),
     ],

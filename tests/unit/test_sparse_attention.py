@@ -571,6 +571,16 @@ def test_packed_samples_and_windows_need_no_matrix(monkeypatch: pytest.MonkeyPat
         assert seen and all(k["bias"] is None and k["spans"].shape == (2, 64, 2) for k in seen)
 
 
+def test_a_layout_that_an_evaluation_made_trains() -> None:
+    """Layouts are kept by pattern and length; that of an evaluation in inference mode serves the training after it."""
+    model, inputs = small("llama"), batch(96)
+    for name in ("bslongformer", "bigbird"):
+        attention.use_sparse_attention(model, {"mode": name, "num_sliding_window_blocks": 5})
+        with torch.inference_mode():
+            loss = float(model(**inputs).loss)
+        assert float(loss_and_gradients(model, **inputs)[0]) == pytest.approx(loss, abs=1e-6)
+
+
 def test_a_saved_model_keeps_its_pattern(tmp_path: Any) -> None:
     import transformers
 

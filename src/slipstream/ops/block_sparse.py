@@ -67,13 +67,14 @@ class BlockLayout:
             )
         if block < PANEL or block % PANEL:
             raise ValueError(f"block ({block}) must be a positive multiple of {PANEL}")
-        blocks = blocks.detach().cpu() != 0
-        if causal:
-            blocks = blocks.tril()
-        if len(blocks) > 1 and bool((blocks == blocks[:1]).all()):
-            blocks = blocks[:1]
-        self.blocks, self.block, self.causal, self.length = blocks, block, causal, blocks.shape[1] * block
-        self.tiles = self._cut(blocks, _runs)  # now, not on first use, because a compiled model reads it
+        with torch.inference_mode(False):  # an evaluation may make the layout that a backward of training saves later
+            blocks = blocks.detach().cpu() != 0
+            if causal:
+                blocks = blocks.tril()
+            if len(blocks) > 1 and bool((blocks == blocks[:1]).all()):
+                blocks = blocks[:1]
+            self.blocks, self.block, self.causal, self.length = blocks, block, causal, blocks.shape[1] * block
+            self.tiles = self._cut(blocks, _runs)  # now, not on first use, because a compiled model reads it
         self._on: dict[torch.device, _Tiles] = {}
 
     def __deepcopy__(self, memo: object) -> BlockLayout:
@@ -93,7 +94,7 @@ class BlockLayout:
         if device.type == "cpu":
             return self.tiles
         if device not in self._on:
-            with _disable_current_modes():
+            with _disable_current_modes(), torch.inference_mode(False):
                 self._on[device] = _Tiles(*(x.to(device) for x in self._both_sides()))
         return self._on[device]
 

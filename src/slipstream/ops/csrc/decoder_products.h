@@ -476,7 +476,7 @@ INLINE int low_wants(const struct batch *batch) { return DOTS_BF16 && batch->ada
 
 INLINE struct panels panels_of(const struct matrix *w, int64_t panel)
 {
-    return (struct panels){panel_of(w, panel), panel_bytes(w), w->num_features, 0, 0};
+    return (struct panels){.first = panel_of(w, panel), .gap = panel_bytes(w), .num_features = w->num_features};
 }
 
 /* scale A x of a row, [low_size], in the type that B multiplies. */
