@@ -313,7 +313,7 @@ FORKED = """
     with open("attempts.txt", "a") as file:
         print(os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], file=file)
     if not forked:
-        time.sleep(1)
+        time.sleep(3)  # most often once: each attempt imports torch twice
         raise RuntimeError("not yet")
     import numpy, random, helper
     here = [sys.argv[1:], sys.path[0], __name__, __file__, os.getcwd(), os.getsid(0) == os.getpid(), os.environ.get("LATER")]
@@ -468,6 +468,7 @@ def test_a_restart_names_the_rank_and_how_it_ended(launcher: Launcher) -> None:
         if os.environ["RANK"] == "1" and attempt == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         if os.environ["RANK"] == "1" and attempt == 1:
+            time.sleep(2)  # rank 0 says why it was restarted, if it lives long enough
             os._exit(7)
         time.sleep(60 if attempt < 2 else 0)
     """)

@@ -90,6 +90,7 @@ class StatusMonitor:
         # When to fail (wall clock, so that all ranks fail together), whether a rank was lost, and the error text
         self.verdict: tuple[float, bool, str] | None = None
         self.failed_at: float | None = None
+        self.looked_up: set[int] = set()  # ranks that are gone, whose end the store has been asked about
         self.misses = 0  # consecutive failures to reach the store
 
     def run(self, due: threading.Event) -> None:
@@ -116,17 +117,18 @@ class StatusMonitor:
         status = self._own_status(watch)
         self.store.set(f"at{self.index}", json.dumps(asdict(status)))
         self.published += 1
-        for rank in list(watch.peers.gone()):
+        gone = list(watch.peers.gone())
+        for rank in gone:
             if rank not in watch.left and self.store.check([f"left{rank}"]):
                 watch.left.add(rank)
-            watch.asked.add(rank)
-        if not status.wait_for:
-            self.seen.clear()
-            return
-        if self.verdict is None and self.store.check(["failure"]):
+        if self.verdict is None and (status.wait_for or gone) and self.store.check(["failure"]):
             at, is_lost, text = json.loads(self.store.get("failure"))
             self.store.set(f"heard{self.index}", "")
             self.verdict = (min(at, time.time() + _NOTICE * watch.beat_s), is_lost, text)  # another host's clock may be ahead
+        self.looked_up.update(gone)
+        if not status.wait_for:
+            self.seen.clear()
+            return
         if self.verdict is None:
             self._look(watch)
 
@@ -140,6 +142,7 @@ class StatusMonitor:
                 _, watch.is_lost, watch.failure = self.verdict
                 if self.index == 0 and not watch.is_lost:
                     logger.error("%s", watch.failure)
+        watch.asked.update(self.looked_up)  # after `failure` is set: `Watch.lost` waits for either
         blocked = self._blocked() if not watch.wait_for else None
         if blocked is None:
             self.failed_at = None
