@@ -6,6 +6,7 @@ import dataclasses
 import math
 import pickle
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -285,6 +286,13 @@ def test_mics_is_checked() -> None:
         plan_of({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, ranks=4)
     with pytest.raises(ValueError, match="but the stage is 1"):
         plan_of({"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, ranks=4)
+
+
+def test_gradients_of_deferred_weights_are_not_reduced_after_each_micro_batch() -> None:
+    for schedule, refused in (("1f1b", False), ("gpipe", False), ("zero_bubble", True), ("v", True)):
+        blocks = {"mesh": {"pp": 2}, "pipeline": {"schedule": schedule, "reduce": "micro_batch"}}
+        with pytest.raises(ValueError, match=f"does not work with schedule {schedule}") if refused else nullcontext():
+            plan_of({"slipstream": blocks})
 
 
 def few_micro_batches(**pipeline: Any) -> str:

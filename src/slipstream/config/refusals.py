@@ -228,9 +228,9 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.contradiction, "{c.contradiction} contradict each other: they set the size of one mesh axis; drop all but one"
     ),
     Refusal(
-        lambda c: c.plan.pipeline.reduce == "micro_batch" and c.plan.pipeline.schedule == "zero_bubble",
-        "slipstream.pipeline.reduce micro_batch does not work with schedule zero_bubble, which computes weight gradients after the "
-        'backward; use schedule "1f1b", or reduce "step"',
+        lambda c: c.plan.pipeline.reduce == "micro_batch" and c.plan.pipeline.schedule in ("zero_bubble", "v"),
+        "slipstream.pipeline.reduce micro_batch does not work with schedule {c.plan.pipeline.schedule}, which computes weight "
+        'gradients after the backward; use schedule "1f1b", or reduce "step"',
     ),
     Refusal(
         lambda c: c.offload.optimizer == "nvme" and not c.offload.optimizer_path,
