@@ -161,8 +161,8 @@ def _add_routes(app: FastAPI, front: Front) -> None:
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     one_model: dict[int | str, Any] = {200: {"model": ModelBody}, 404: _ERRORS[404]}
     add("GET", "/v1/models/{name:path}", status.one_model, responses=one_model, openapi_extra={"parameters": [name]})
-    health: dict[int | str, Any] = {200: {"model": HealthBody}, 503: {"model": HealthBody, "description": "Draining or failed"}}
-    add("GET", "/health", status.health, responses=health, openapi_extra={"security": []})
+    unready: dict[str, Any] = {"model": HealthBody, "description": "Starting, draining or failed"}
+    add("GET", "/health", status.health, responses={200: {"model": HealthBody}, 503: unready}, openapi_extra={"security": []})
     add("HEAD", "/health", status.health, include_in_schema=False)
     add("GET", "/load", status.load, responses={200: {"model": LoadBody}})
     add("GET", "/metrics", status.metrics, response_class=PlainTextResponse)
