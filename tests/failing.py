@@ -387,8 +387,8 @@ def places(folder: str, axis: str) -> None:
             engine.step()
 
 
-def busy(stage: int, transport: str, by: str, seconds: float, timeout_s: float) -> None:
-    """Rank 0 evaluates alone, while the others wait in their next step or in a barrier."""
+def busy(stage: int, transport: str, by: str, seconds: float, timeout_s: float, rank: int = 0) -> None:
+    """One rank evaluates alone, while the others wait in their next step or in a barrier."""
     import logging
 
     import torch
@@ -403,7 +403,7 @@ def busy(stage: int, transport: str, by: str, seconds: float, timeout_s: float) 
     train_step(engine, 0)
     with noting_errors():
         note(acted=time.monotonic())
-        if _rank == 0:
+        if _rank == rank:
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 if stage < 3 or transport == "shared":

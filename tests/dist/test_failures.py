@@ -221,8 +221,9 @@ def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery) -> None:
         for by in ("step", "barrier"):
             name = f"{by}, {transport}"
             nursery.start(name, "busy", stage=3, transport=transport, by=by, seconds=5.0, timeout_s=60.0)
-        name = f"timeout, {transport}"
-        nursery.start(name, "busy", stage=1, transport=transport, by="step", seconds=6.0, timeout_s=2.0)
+        for rank in (0, 1):
+            name = f"timeout beside {rank}, {transport}"
+            nursery.start(name, "busy", stage=1, transport=transport, by="step", seconds=6.0, timeout_s=2.0, rank=rank)
     outcomes = nursery.end()
     for transport in TRANSPORTS:
         for by in ("step", "barrier"):
@@ -232,13 +233,13 @@ def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery) -> None:
             said = outcome.stderr[1]
             assert 1 <= said.count("WARNING rank 0 has been busy for") <= 6, story(outcome)
             assert re.search(r"rank  step  phase .*\n0 .*\(runs\)\n1 ", said), story(outcome)
-        outcome = outcomes[f"timeout, {transport}"]
-        assert outcome.records[1]["error"] == "PeerError" and "waited 2 s" in outcome.records[1]["text"], story(outcome)
-        assert 1.5 <= outcome.late(1, 1) < 6, story(outcome)
-        assert (
-            outcome.records[0]["error"] == "PeerLostError"
-            and "rank 1 failed: PeerError: rank 1 waited 2 s" in (outcome.records[0]["text"])
-        ), story(outcome)
+        for rank in (0, 1):
+            outcome, other = outcomes[f"timeout beside {rank}, {transport}"], 1 - rank
+            waited, busy = outcome.records[other], outcome.records[rank]
+            assert waited["error"] == "PeerError" and "waited 2 s" in waited["text"], story(outcome)
+            assert 1.5 <= outcome.late(other, other) < 6, story(outcome)
+            assert busy["error"] == "PeerLostError", story(outcome)
+            assert f"rank {other} failed: PeerError: rank {other} waited 2 s" in busy["text"], story(outcome)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])

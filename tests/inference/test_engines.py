@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from slipstream.inference import Listener, tls, wire
 from slipstream.inference.core import Finish
+from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import Engine
 from slipstream.inference.handshake import GREETING, SIZE
 from slipstream.inference.replica import facts_of
@@ -263,6 +265,43 @@ def test_an_engine_that_leaves(hosts: list[Host]) -> None:
         assert wait(begun).last().finish is not Finish.ERROR
         slow.thread.join(30)
         until(lambda: states(router) == ["down", "ready"])
+
+
+class Rows:
+    """Forwards of an encoder that wait until `go`."""
+
+    config = None
+    num_blocks = max_context = 64
+
+    def __init__(self) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def hidden(self, texts: Any, types: Any = None) -> torch.Tensor:
+        self.began.set()
+        assert self.go.wait(30)
+        return torch.tensor([[float(token)] for text in texts for token in text])
+
+
+def test_an_engine_that_leaves_answers_calls() -> None:
+    rows, listening = Rows(), socket.create_server(("127.0.0.1", 0))
+    engine = EmbeddingEngine(rows, byte_tokenizer(), Pooling(), vocab_size=259, model_name="rows")  # type: ignore[arg-type]
+    listener = Listener(engine, facts_of(engine, "rows"), SECRET, None)
+    thread = threading.Thread(target=listener.run, args=([listening], 30.0))
+    thread.start()
+    port = listening.getsockname()[1]
+    with (
+        routed(EngineAddress(address=f"127.0.0.1:{port}", secret=SECRET, tls=None, beat=wire.BEAT)) as router,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        embedded = pool.submit(router.embed, ["x"])
+        assert rows.began.wait(30)
+        listener.drain()
+        until(lambda: states(router) == ["draining"])
+        time.sleep(0.3)  # it looks for the end of its requests every 0.1 s
+        rows.go.set()
+        assert embedded.result(30).vectors.tolist() == [[float(ord("x"))]]
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 class Tap:

@@ -457,6 +457,15 @@ def test_a_schedule_over_one_that_counts_samples() -> None:
     assert counting.samples == 8 and schedule.get_lr() == [8 * 2 / 4]
 
 
+def test_a_schedule_over_one_with_arguments_of_its_own() -> None:
+    """As the engine does: only a required argument is a number of samples."""
+    calls: list[tuple[Any, ...]] = []
+    counting = Counting(torch.optim.SGD([torch.zeros(1)], 1.0))
+    counting.step = lambda epoch=None, increment=1: calls.append((epoch, increment))  # type: ignore[method-assign, assignment, misc]
+    VariableBatchSizeLR(counting, 4, [2, 6]).step()
+    assert calls == [(None, 1)]
+
+
 def test_the_call_of_deepspeed(tmp_path: Path) -> None:
     raw = by_tokens(tmp_path / "none") | {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 2}}

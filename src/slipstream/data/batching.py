@@ -155,6 +155,15 @@ def lengths_of(metrics_path: str | None, count: int) -> NDArray[np.int64] | None
     return lengths
 
 
+_COLLECTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def required_arguments(scheduler: Any) -> list[str]:
+    """The names of the required arguments of `step()`: none, or ["increment"] of one that counts samples, like Megatron's."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in _COLLECTS]
+
+
 class VariableBatchSizeLR:
     """A schedule whose learning rates are another schedule's, scaled to the next batch.
 
@@ -189,8 +198,7 @@ class VariableBatchSizeLR:
         """Advance by one batch, or go to the loader's batch `epoch` and the other schedule's step `epoch`."""
         self._set(self.base_lrs)
         if self.base_lr_scheduler is not None:
-            counts = "increment" in inspect.signature(self.base_lr_scheduler.step).parameters  # samples, as Megatron's
-            given = self._samples() if counts else epoch
+            given = self._samples() if required_arguments(self.base_lr_scheduler) else epoch
             self.base_lr_scheduler.step(*([] if given is None else [given]))
         self.base_lrs = self.get_lr()
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch

@@ -262,7 +262,12 @@ class EmbeddingEngine:
             self._waiting.popleft()
             if texts:
                 self._waiting.append(texts)
-        self._compute_in_parts(batch)
+        try:
+            self._compute_in_parts(batch)
+        finally:  # an interrupt in the thread that computes would leave the calls of the others waiting
+            for item in batch:
+                if not item.done:
+                    item.error = ClosedError("the forward was interrupted")
 
     def _compute_in_parts(self, batch: Sequence[_Text]) -> None:
         """A text must not end another's call: as in `engine`, [Note: A forward that fails]."""

@@ -91,11 +91,14 @@ class Session:
         self.engine, self.link = engine, link
         self._handles: dict[int, Handle] = {}  # unfinished requests, by the server's numbers
         self._held: set[int] = set()  # held by the server, because clients do not read
+        self._unanswered: set[int] = set()  # messages that a reply is due to
 
     def run(self) -> None:
         """Serve until the other end closes the connection, then cancel unfinished requests."""
         with ThreadPoolExecutor(SLOW_CALLS, "slipstream-call") as slow:
             for kind, number, *rest in self.link.messages:
+                if kind in ("submit", "call"):
+                    self._unanswered.add(number)
                 match kind:
                     case "cancel":
                         self._held.discard(number)
@@ -124,8 +127,8 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is unfinished."""
-        return not self._handles
+        """Whether no request is unfinished and no call is being computed."""
+        return not self._handles and not self._unanswered
 
     def _answer(self, number: int, function: Any, *arguments: Any) -> None:
         try:
@@ -133,6 +136,8 @@ class Session:
         except Exception as error:  # the server raises it at the call
             if self.engine.healthy:  # else as in `sink`
                 self.link.send("failed", number, *wire.packed_error(error))
+        finally:
+            self._unanswered.discard(number)
 
     def _submit(self, number: int, prompt: Sequence[int], params: Mapping[str, Any], more: Mapping[str, Any]) -> None:
         unfinished = more["n"]

@@ -210,8 +210,8 @@ def packed_params(params: SamplingParams) -> dict[str, Any]:
 
 
 _DEFAULTS = SamplingParams()
-_FIELDS = ",".join(one.name for kind in (SamplingParams, Request, Output, Stats) for one in fields(kind))
-# For both ends: the package's version (which no room may import), and a digest of the messages' fields.
+_FIELDS = ",".join([*(one.name for kind in (SamplingParams, Request, Output, Stats) for one in fields(kind)), *_ERRORS])
+# For both ends: the package's version (which no room may import), and a digest of the names in the messages.
 VERSION = f"{sys.modules['slipstream'].__version__} (messages {hashlib.sha256(_FIELDS.encode()).hexdigest()[:8]})"
 
 

@@ -17,7 +17,6 @@ A class is a row: its fields are the arguments, `height` is the closed form. Wit
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.data.batching import required_arguments
 from slipstream.optim.resolve import check_arguments, nearest
 
 log = logging.getLogger(__name__)
@@ -364,7 +364,7 @@ def check_steps(scheduler: Any) -> Any:
     name = type(scheduler).__name__
     if not callable(getattr(scheduler, "step", None)):
         raise ValueError(f"lr_scheduler= is a {name}, which has no step(); pass a scheduler, or a callable that builds one")
-    needed = _needed(scheduler)
+    needed = required_arguments(scheduler)
     if needed not in ([], ["increment"]):  # Megatron's counts samples by that name; others want an epoch or a metric
         raise ValueError(
             f"lr_scheduler= is a {name}, whose step() needs {', '.join(needed)}, which the engine cannot pass: {_STEP_YOURSELF}"
@@ -374,13 +374,7 @@ def check_steps(scheduler: Any) -> Any:
 
 def advance(scheduler: Any, samples: int) -> None:
     """Step a scheduler after an update. A scheduler that needs `increment`, like Megatron's, gets the number of samples."""
-    scheduler.step(*([samples] if _needed(scheduler) else []))
-
-
-def _needed(scheduler: Any) -> list[str]:
-    """The names of the required arguments of `step()`."""
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in _COLLECTS]
+    scheduler.step(*([samples] if required_arguments(scheduler) else []))
 
 
 _torch = torch.optim.lr_scheduler
@@ -436,9 +430,6 @@ def _add_to_torch(parts: Sequence[Any]) -> None:
             part.base_lrs = [*part.base_lrs, own]
         if hasattr(part, "lr_lambdas"):
             part.lr_lambdas = [*part.lr_lambdas, part.lr_lambdas[0]]
-
-
-_COLLECTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _rates(optimizer: Any) -> list[float]:

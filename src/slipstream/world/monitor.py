@@ -121,7 +121,7 @@ class StatusMonitor:
         for rank in gone:
             if rank not in watch.left and self.store.check([f"left{rank}"]):
                 watch.left.add(rank)
-        if self.verdict is None and (status.wait_for or gone) and self.store.check(["failure"]):
+        if self.verdict is None and self.store.check(["failure"]):
             at, is_lost, text = json.loads(self.store.get("failure"))
             self.store.set(f"heard{self.index}", "")
             self.verdict = (min(at, time.time() + _NOTICE * watch.beat_s), is_lost, text)  # another host's clock may be ahead

@@ -31,7 +31,7 @@ class RequestError(Exception):
     @classmethod
     def failed(cls, why: str | None) -> RequestError:
         """It would fail again, so clients that repeat what got a 500 are told not to: OpenAI's obey the header."""
-        error = cls(f"the generation failed: {why}", status=500, code="generation_failed")
+        error = cls(f"the request failed: {why}", status=500, code="generation_failed")
         error.headers["x-should-retry"] = "false"
         return error
 

@@ -232,6 +232,10 @@ class RemoteEngine:
                 logger.warning("%s ends; it gets no further requests", self.name)
             else:
                 self._reply(kind, number, *rest)
+        return self._lose_all(link)
+
+    def _lose_all(self, link: Link) -> list[Ticket]:
+        """The connection has ended: fail all calls, and return the accepted requests that are unfinished."""
         with self._turn:
             announced = self.state is ReplicaState.DRAINING
             self._link, self.state = None, ReplicaState.DOWN
@@ -242,7 +246,9 @@ class RemoteEngine:
             ticket.moves += MOVES + 1 if len(tickets) == 1 and ticket.accepted and not self.address else 1
         if self._stats is not None:
             self._stats = settled(self._stats)
-        lost = OnlyLostError if len(replies) == 1 and not (tickets or self.address) else LostError
+        lost: type[ClosedError] = OnlyLostError if len(replies) == 1 and not (tickets or self.address) else LostError
+        if announced:  # no call is the cause
+            lost = ClosedError
         for reply in replies:
             reply.set_exception(lost(f"the engine's process ended ({self.name})"))
         return [ticket for ticket in tickets if ticket.accepted]
