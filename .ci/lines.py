@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 BUDGETS = {
-    "inference": 19_113,
-    "train": 10_963,
+    "inference": 19_129,
+    "train": 10_954,
     "compat": 8_311,
     "zero": 6_367,
     "parallel": 6_113,
@@ -25,7 +25,7 @@ BUDGETS = {
     "observe": 2_080,
     "world": 1_800,
     "compression": 1_330,
-    "data": 1_241,
+    "data": 1_249,
     "attention": 1_090,
     "activations": 790,
     "quantized": 774,
