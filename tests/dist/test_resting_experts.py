@@ -435,7 +435,7 @@ def test_no_expert_that_is_used_rests() -> None:
     [
         ("stack", "NAdam", {}, "rest_unused_experts needs a native kernel for stacks of experts, and NAdam"),
         ("stack", "OneBitAdam", {}, "OneBitAdam exchanges what it makes of the gradients of all experts"),
-        ("stack", "AdamW", {"slipstream": {"local_steps": {"every": 4}}}, "local_steps is not built with .*rest_unused"),
+        ("stack", "AdamW", {"slipstream": {"local_steps": {"every": 4}}}, "local_steps is not supported with .*rest_unused"),
         (
             "stack",
             "AdamW",

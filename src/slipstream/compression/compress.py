@@ -72,7 +72,7 @@ def init_compression(
     the model takes its layers. Raises ValueError, before the model is changed.
     """
     if mpu is not None and getattr(mpu, "get_model_parallel_world_size", lambda: 1)() > 1:
-        raise ValueError("compression is not built with sliced layers (mpu with several model-parallel ranks)")
+        raise ValueError("compression is not supported with sliced layers (mpu with several model-parallel ranks)")
     block = read_block(deepspeed_config)
     if block.layer_reduction.enabled:
         if teacher_model is None:

@@ -211,8 +211,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.quantized and c.plan.mesh.pp > 1,
-        "weight_quantization is not built with pipelines (pp {c.plan.mesh.pp}); use zero_optimization.stage 3 to shard the model "
-        "instead",
+        "weight_quantization is not supported with pipelines (pp {c.plan.mesh.pp}); use zero_optimization.stage 3 to shard the "
+        "model instead",
     ),
     Refusal(
         lambda c: c.plan.checkpoint.per_host and c.plan.checkpoint.asynchronous and not c.one_host,
@@ -312,8 +312,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.curriculum and (c.plan.mesh.pp > 1 or c.plan.mesh.sp > 1),
-        "curriculum_learning is not built with pipeline or sequence parallelism (pp {c.plan.mesh.pp}, sp {c.plan.mesh.sp}); use "
-        "pp 1 and sp 1{c.instead}, or drop it",
+        "curriculum_learning is not supported with pipeline or sequence parallelism (pp {c.plan.mesh.pp}, sp {c.plan.mesh.sp}); "
+        "use pp 1 and sp 1{c.instead}, or drop it",
     ),
     *(
         Refusal(partial(_is_alone, inner, outer), f"{inner} is true, but {outer} is false; set both to the same value")
@@ -321,7 +321,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.drops_tokens and (c.plan.mesh.pp > 1 or c.plan.mesh.sp > 1 or c.plan.tensor.shares_tokens),
-        f"{_EFFICIENCY}.data_routing.random_ltd is not built with pipeline or sequence parallelism (pp {{c.plan.mesh.pp}}, sp "
+        f"{_EFFICIENCY}.data_routing.random_ltd is not supported with pipeline or sequence parallelism (pp {{c.plan.mesh.pp}}, sp "
         "{c.plan.mesh.sp}, slipstream.tensor.sequence_parallel {c.plan.tensor.shares_tokens}); use pp 1 and sp 1 without "
         "sequence_parallel{c.instead}, or drop it",
     ),
@@ -353,12 +353,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.batch.elastic and c.uneven,
         "slipstream.elastic_batch: {c.replicas} data-parallel ranks do not divide the {c.plan.batch.per_pass} samples of a "
-        "micro-batch, so some ranks get one sample less, which is not built with {c.uneven}; change one of the two",
+        "micro-batch, so some ranks get one sample less, which is not supported with {c.uneven}; change one of the two",
     ),
     Refusal(
         lambda c: c.plan.noise_every and c.unmeasured,
-        "{c.measuring} compares the gradients of micro-batches with their mean, which is not built with {c.unmeasured}; drop one "
-        "of the two",
+        "{c.measuring} compares the gradients of micro-batches with their mean, which is not supported with {c.unmeasured}; drop "
+        "one of the two",
     ),
     Refusal(
         lambda c: c.plan.adaptive and c.decided_elsewhere,
@@ -376,7 +376,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.pipeline.partition == "profile" and c.plan.mesh.sp * c.plan.mesh.tp * c.plan.experts.size > 1,
-        "pipeline.partition profile measures a whole model in one process, which is not built with sp {c.plan.mesh.sp}, tp "
+        "pipeline.partition profile measures a whole model in one process, which is not supported with sp {c.plan.mesh.sp}, tp "
         "{c.plan.mesh.tp} and experts split over {c.plan.experts.size} ranks; use parameters or uniform",
     ),
     Refusal(
@@ -386,21 +386,21 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.is_sparse and c.plan.mesh.sp > 1,
-        "sparse_attention is not built with sequence parallelism (sequence_parallel_size {c.plan.mesh.sp}); use tensor parallelism "
-        "instead (sp 1, tp {c.joined}), or drop it",
+        "sparse_attention is not supported with sequence parallelism (sequence_parallel_size {c.plan.mesh.sp}); use tensor "
+        "parallelism instead (sp 1, tp {c.joined}), or drop it",
     ),
     Refusal(
         lambda c: c.is_sparse and c.plan.sparse["different_layout_per_head"] and c.plan.mesh.tp > 1,
-        "sparse_attention.different_layout_per_head is not built with tensor parallelism (tensor_parallel.autotp_size "
+        "sparse_attention.different_layout_per_head is not supported with tensor parallelism (tensor_parallel.autotp_size "
         "{c.plan.mesh.tp}); use tp 1{c.instead}, or drop it",
     ),
     Refusal(
         lambda c: c.plan.rollouts and c.plan.mesh.pp > 1,
-        "hybrid_engine is not built with pipelines (pp {c.plan.mesh.pp}); drop it, and pass engine.named_weights() to a server",
+        "hybrid_engine is not supported with pipelines (pp {c.plan.mesh.pp}); drop it, and pass engine.named_weights() to a server",
     ),
     Refusal(
         lambda c: c.plan.local_steps.every and c.plan.experts.size > 1,
-        "slipstream.local_steps is not built with experts that are split over ranks (expert_parallel.autoep_size "
+        "slipstream.local_steps is not supported with experts that are split over ranks (expert_parallel.autoep_size "
         "{c.plan.experts.size}); set that to 1, or drop local_steps",
     ),
     Refusal(
@@ -409,8 +409,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.local_steps.every and c.plan.experts.rest_unused,
-        "slipstream.local_steps is not built with slipstream.rest_unused_experts: replicas use different experts in their local "
-        "steps, and would have to agree in every step; drop one of the two",
+        "slipstream.local_steps is not supported with slipstream.rest_unused_experts: replicas use different experts in their "
+        "local steps, and would have to agree in every step; drop one of the two",
     ),
     Refusal(
         lambda c: c.plan.local_steps.every and c.shards % c.joined,
@@ -470,11 +470,11 @@ REFUSALS: tuple[Refusal, ...] = (
 SURGERY: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.local_steps.every,
-        "engine.surgery() is not built with slipstream.local_steps; change the model before initialize()",
+        "engine.surgery() does not work with slipstream.local_steps; change the model before initialize()",
     ),
     Refusal(
         lambda c: c.mesh.pp.size > 1 and (c.plan.pipeline.schedule == "zero_bubble" or getattr(c.model, "is_v", False)),
-        "engine.surgery() is not built with schedule {c.plan.pipeline.schedule!r} of {c.model.__class__.__name__}, which delays "
+        "engine.surgery() does not work with schedule {c.plan.pipeline.schedule!r} of {c.model.__class__.__name__}, which delays "
         'weight gradients; use slipstream.pipeline.schedule "1f1b" and a PipelineModule',
     ),
 )
