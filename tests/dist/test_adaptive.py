@@ -131,7 +131,7 @@ def test_a_resumed_run_has_the_same_batches(tmp_path: Path) -> None:
     [
         ({"slipstream": {"adaptive_batch": {"max_batch_size": 8, "min_batch_size": 1}}}, "a step of min_batch_size has one micro"),
         ({"slipstream": {"adaptive_batch": {"max_batch_size": 3}}}, r"begins with train_batch_size \(4\), which is not between"),
-        ({"gradient_allreduce_op": "sum"}, "adaptive_batch compares .* not built with gradient_allreduce_op sum"),
+        ({"gradient_allreduce_op": "sum"}, "adaptive_batch compares .* not supported with gradient_allreduce_op sum"),
         (
             {
                 "train_micro_batch_size_per_gpu": None,

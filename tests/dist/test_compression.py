@@ -136,7 +136,7 @@ def test_static_ranges_follow_the_steps_of_all_ranks() -> None:
 
 @distributed(world_size=2)
 def test_slices_of_compressed_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"not built with pipeline or tensor parallelism \(pp 1, tp 2\)"):
+    with pytest.raises(ValueError, match=r"not supported with pipeline or tensor parallelism \(pp 1, tp 2\)"):
         slipstream.initialize(model=nn.Linear(4, 4), config=CONFIG | {"tensor_parallel": {"autotp_size": 2}})
 
 

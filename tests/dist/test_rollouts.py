@@ -208,7 +208,7 @@ def test_rollouts_that_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             toy.make(model(), 0, "gloo", hybrid_engine=settings)
-    with pytest.raises(ValueError, match="not built with pipelines"):
+    with pytest.raises(ValueError, match="not supported with pipelines"):
         toy.make(llama(), 0, "gloo", hybrid_engine=ON, pipeline={"stages": 2})
 
 

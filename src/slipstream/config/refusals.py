@@ -294,7 +294,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.compression and (c.plan.mesh.pp > 1 or c.plan.mesh.tp > 1),
-        "compression_training and quantize_training are not built with pipeline or tensor parallelism (pp {c.plan.mesh.pp}, tp "
+        "compression_training and quantize_training are not supported with pipeline or tensor parallelism (pp {c.plan.mesh.pp}, tp "
         "{c.plan.mesh.tp}); use pp 1 and tp 1{c.instead}, or drop them",
     ),
     Refusal(
