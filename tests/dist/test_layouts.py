@@ -197,7 +197,7 @@ def step_on(engine: Any, micro: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.slow
-@distributed(world_size=4)
+@distributed(world_size=4, timeout=300.0)
 def test_all_pairs(tmp_path: Path) -> None:
     pairs_of(tmp_path, [(source, target) for source in LAYOUTS for target in LAYOUTS])
 

@@ -210,52 +210,47 @@ def until_waiting(engine: EmbeddingEngine, num: int) -> None:
         time.sleep(0.001)
 
 
+class Rows:
+    """A runner of vectors of one number, whose forwards wait for `go`. Texts of token 66 fail, and all if the device is `lost`."""
+
+    config: Any = None
+    num_blocks = max_context = 64
+
+    def __init__(self) -> None:
+        self.begun, self.go, self.lost = threading.Event(), threading.Event(), threading.Event()
+        self.sizes: list[int] = []  # texts of each forward
+
+    def hidden(self, texts: Any, types: Any = None) -> Tensor:
+        self.sizes.append(len(texts))
+        self.begun.set()
+        assert self.go.wait(30)
+        if self.lost.is_set() or [66] in texts:
+            raise MemoryError("none is left")
+        return torch.tensor([[float(token)] for text in texts for token in text])
+
+
 def test_calls_share_forwards() -> None:
     """Texts that arrive during a forward are computed in the next, together; each call has its own vectors."""
-    begun, go, sizes = threading.Event(), threading.Event(), list[int]()
-
-    class Rows:
-        config: Any = None
-        num_blocks, max_context = 64, 64
-
-        def hidden(self, texts: Any, types: Any = None) -> Tensor:
-            sizes.append(len(texts))
-            begun.set()
-            assert go.wait(20)
-            return torch.tensor([[float(token)] for text in texts for token in text])
-
-    engine = EmbeddingEngine(Rows(), None, Pooling(), vocab_size=VOCAB, model_name="rows")
+    rows = Rows()
+    engine = EmbeddingEngine(rows, None, Pooling(), vocab_size=VOCAB, model_name="rows")
     found: dict[int, Tensor] = {}
     threads = [threading.Thread(target=lambda i=i: found.update({i: engine.embed([[i, i + 2]]).vectors})) for i in range(8)]
     threads[0].start()
-    assert begun.wait(20)
+    assert rows.begun.wait(20)
     for thread in threads[1:]:
         thread.start()
     until_waiting(engine, 7)
-    go.set()
+    rows.go.set()
     for thread in threads:
         thread.join()
-    assert sizes == [1, 7]
+    assert rows.sizes == [1, 7]
     assert {i: vector.item() for i, vector in found.items()} == {i: i + 1.0 for i in range(8)}
 
 
 def test_a_text_that_fails_ends_no_other_and_a_lost_device_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go, lost, sizes = threading.Event(), threading.Event(), threading.Event(), list[int]()
+    rows = Rows()
     monkeypatch.setattr("slipstream.inference.engine.PAUSES", (0.0, 0.0))
-
-    class Rows:
-        config: Any = None
-        num_blocks, max_context = 64, 64
-
-        def hidden(self, texts: Any, types: Any = None) -> Tensor:
-            sizes.append(len(texts))
-            begun.set()
-            assert go.wait(20)
-            if lost.is_set() or [66] in texts:
-                raise MemoryError("none is left")
-            return torch.tensor([[float(token)] for text in texts for token in text])
-
-    engine = EmbeddingEngine(Rows(), None, Pooling(), vocab_size=VOCAB, model_name="rows")
+    engine = EmbeddingEngine(rows, None, Pooling(), vocab_size=VOCAB, model_name="rows")
 
     def embed(token: int) -> float | Exception:
         try:
@@ -265,16 +260,16 @@ def test_a_text_that_fails_ends_no_other_and_a_lost_device_the_engine(monkeypatc
 
     with ThreadPoolExecutor(5) as callers:
         calls = [callers.submit(embed, 1)]
-        assert begun.wait(20)
+        assert rows.begun.wait(20)
         for number, token in enumerate((65, 66, 67, 68), 1):
             calls.append(callers.submit(embed, token))
             until_waiting(engine, number)
-        go.set()
-    assert sizes == [1, 4, 2, 1, 1, 1, 2], "halves, and a token to see that the device works"
+        rows.go.set()
+    assert rows.sizes == [1, 4, 2, 1, 1, 1, 2], "halves, and a token to see that the device works"
     one, first, failed, *others = [call.result() for call in calls]
     assert [one, first, *others] == [1, 65, 67, 68] and "the forward failed: MemoryError: none is left" in str(failed)
     assert engine.healthy
-    lost.set()
+    rows.lost.set()
     for _ in range(2):
         with pytest.raises(ClosedError, match="no text can be computed any more, nor a single token alone: MemoryError: none is"):
             engine.embed([[5], [6]])

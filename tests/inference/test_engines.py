@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -34,6 +33,7 @@ from slipstream.inference.server import EngineAddress, Router
 from slipstream.inference.source import weights_digest
 from slipstream.launch.cli import main
 from tests import tiny_chat
+from tests.inference.test_embedding import Rows
 from tests.inference.test_replicas import LONG, SAMPLED, Local, server, submit
 from tests.inference.test_server import CERTIFICATE, COMPLETIONS, RENEWED, call, serving, until
 from tests.unit.test_inference_engine import HashRunner, byte_tokenizer, running, wait
@@ -267,24 +267,9 @@ def test_an_engine_that_leaves(hosts: list[Host]) -> None:
         until(lambda: states(router) == ["down", "ready"])
 
 
-class Rows:
-    """Forwards of an encoder that wait until `go`."""
-
-    config = None
-    num_blocks = max_context = 64
-
-    def __init__(self) -> None:
-        self.began, self.go = threading.Event(), threading.Event()
-
-    def hidden(self, texts: Any, types: Any = None) -> torch.Tensor:
-        self.began.set()
-        assert self.go.wait(30)
-        return torch.tensor([[float(token)] for text in texts for token in text])
-
-
 def test_an_engine_that_leaves_answers_calls() -> None:
     rows, listening = Rows(), socket.create_server(("127.0.0.1", 0))
-    engine = EmbeddingEngine(rows, byte_tokenizer(), Pooling(), vocab_size=259, model_name="rows")  # type: ignore[arg-type]
+    engine = EmbeddingEngine(rows, byte_tokenizer(), Pooling(), vocab_size=259, model_name="rows")
     listener = Listener(engine, facts_of(engine, "rows"), SECRET, None)
     thread = threading.Thread(target=listener.run, args=([listening], 30.0))
     thread.start()
@@ -294,7 +279,7 @@ def test_an_engine_that_leaves_answers_calls() -> None:
         ThreadPoolExecutor(1) as pool,
     ):
         embedded = pool.submit(router.embed, ["x"])
-        assert rows.began.wait(30)
+        assert rows.begun.wait(30)
         listener.drain()
         until(lambda: states(router) == ["draining"])
         time.sleep(0.3)  # it looks for the end of its requests every 0.1 s
