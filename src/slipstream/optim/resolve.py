@@ -146,10 +146,8 @@ def is_elementwise(optimizer: type[Optimizer] | Optimizer) -> bool:
     return (optimizer if isinstance(optimizer, type) else type(optimizer)) in _ELEMENTWISE
 
 
-def rule_of(optimizer: Optimizer, *, on_host: bool = False) -> rules.Rule | None:
-    """The rule that is equivalent to this optimizer, or None. Membership is by exact type, as above.
-
-    on_host: its states are offloaded, so the host computes, also for parameters on a GPU."""
+def rule_of(optimizer: Optimizer) -> rules.Rule | None:
+    """The rule that is equivalent to this optimizer, or None. Membership is by exact type, as above."""
     groups = optimizer.param_groups
     if any(group.get(option) for group in groups for option in rules.UNSUPPORTED):
         return None
@@ -162,8 +160,7 @@ def rule_of(optimizer: Optimizer, *, on_host: bool = False) -> rules.Rule | None
         return replace(rules.LAMB, late=True)
     if kind is Lion:
         return rules.LION
-    on_gpu = not on_host and any(param.is_cuda for group in groups for param in group["params"])
-    if kind is Lamb and not on_gpu:  # reading norms would synchronize on a GPU
+    if kind is Lamb:
         return rules.LAMB
     if kind is torch.optim.Adagrad:
         return rules.ADAGRAD

@@ -139,7 +139,7 @@ def initialize(
         loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = _first_values(model, mesh, device)
-    inner, rule = build_optimizer(named, model, optimizer, model_parameters, on_host=plan.offload.optimizer != "none")
+    inner, rule = build_optimizer(named, model, optimizer, model_parameters)
     scheduler = scaled_schedule(plan, loader, scheduler_of(plan, lr_scheduler, inner), inner)
     check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.world, part)
     # one rank of a replica may have the data and send them to the others

@@ -73,7 +73,7 @@ def mark_kinds(model: nn.Module, plan: Plan, inner: torch.optim.Optimizer | None
 
 
 def build_optimizer(
-    named: Resolved | None, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, *, on_host: bool
+    named: Resolved | None, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
 ) -> tuple[torch.optim.Optimizer | None, Rule | None]:
     """The torch optimizer that holds the groups (`optimizer`, or the config's), and the native rule that steps it, if any."""
     params = list(model_parameters) if model_parameters is not None else None
@@ -83,12 +83,12 @@ def build_optimizer(
     if isinstance(optimizer, str):
         raise ValueError(f'optimizer={optimizer!r}: a name goes into the config: {{"optimizer": {{"type": {optimizer!r}}}}}')
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _checked(optimizer, model, rule_of(optimizer, on_host=on_host))
+        return _checked(optimizer, model, rule_of(optimizer))
     if optimizer is not None:
         made = optimizer(wanted)
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError(f"the callable optimizer= returned a {type(made).__name__}, not a torch.optim.Optimizer")
-        return _checked(made, model, rule_of(made, on_host=on_host))
+        return _checked(made, model, rule_of(made))
     if named is None or not (wanted or any(True for _ in model.parameters())):
         return None, None
     if not wanted:
@@ -97,7 +97,7 @@ def build_optimizer(
             "read before gives nothing; pass a list, or leave it out for all parameters of the model"
         )
     built = named.build(_in_muon_groups(model, wanted) if named.cls is Muon else wanted)
-    return _checked(built, model, rule_of(built, on_host=on_host) if named.native else None)
+    return _checked(built, model, rule_of(built) if named.native else None)
 
 
 def _in_muon_groups(model: nn.Module, wanted: Sequence[Any]) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
     if plan.mesh.tp > 1:
         mark_part(next(model.parameters()), "tp", plan.mesh.tp)  # some of the model's weights will be parts
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
-    inner, rule = build_optimizer(named, model, None, None, on_host=plan.offload.optimizer != "none")
+    inner, rule = build_optimizer(named, model, None, None)
     if inner is not None:
         fit.refuse(plan, inner, rule)
     if plan.scheduler is not None and None in plan.scheduler.params.values():  # the training loop sets steps and rate
