@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from slipstream.config.plan import Plan
 from slipstream.data.batching import Microbatches, VariableBatchSizeLR, batch_by_seqlens, lengths_of
 from slipstream.data.sampler import CurriculumLoader
 from slipstream.train.data import StatefulLoader
 from slipstream.world.mesh import Mesh
+from slipstream.zero.trees import tensors_in
 
 Loader = StatefulLoader | CurriculumLoader
 _BY_TOKENS = "data_sampling.dynamic_batching"
@@ -24,27 +28,37 @@ def build_loader(
     """The loader of this rank. shuffle: whether to shuffle if the plan sets no order. options: `batch_size`, `drop_last`,
     `num_workers` and `seed` in place of the plan's, and `workers`. Raises ValueError if the dataset does not fit the plan."""
     efficiency = plan.efficiency
+    curriculum = efficiency.get("data_sampling.curriculum_learning")
+    if _BY_TOKENS in efficiency and not curriculum and not isinstance(dataset, Microbatches):
+        dataset = batches_by_tokens(plan, dataset, collate_fn)
+    by_tokens = isinstance(dataset, Microbatches)
     common = {
         "batch_size": plan.batch.own(mesh.batch.index, mesh.batch.size),
         "rank": mesh.batch.index,
         "world_size": mesh.batch.size,
-        "collate_fn": collate_fn,
+        "collate_fn": dataset.collate if by_tokens else collate_fn,
         "drop_last": plan.drop_last,
         "seed": efficiency.get("seed", plan.seed),
         "num_workers": efficiency.get("data_sampling.num_workers", 0),
         "pin_memory": device.type == "cuda",
         **options,
     }
-    if curriculum := efficiency.get("data_sampling.curriculum_learning"):
+    if common["pin_memory"] and not common["num_workers"]:
+        common |= {"collate_fn": partial(_pinned, common["collate_fn"] or default_collate), "pin_memory": False}
+    if curriculum:
         metrics, samples = curriculum["curriculum_metrics"], plan.batch.train_batch_size
         num_epochs = efficiency["data_sampling.num_epochs"]
         return CurriculumLoader(dataset, metrics=metrics, step_samples=samples, num_epochs=num_epochs, **common)
-    if _BY_TOKENS in efficiency and not isinstance(dataset, Microbatches):
-        dataset = batches_by_tokens(plan, dataset, collate_fn)
-    if isinstance(dataset, Microbatches):
-        return StatefulLoader(dataset, **{**common, "collate_fn": dataset.collate, "shuffle": False})
+    if by_tokens:
+        return StatefulLoader(dataset, **common, shuffle=False)
     window = None if "batch_size" in options else plan.batch.per_pass
-    return StatefulLoader(dataset, **{**common, "seed": plan.seed, **options, "shuffle": shuffle}, window=window)
+    return StatefulLoader(dataset, **common | {"seed": options.get("seed", plan.seed)}, shuffle=shuffle, window=window)
+
+
+def _pinned(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """The batch in pinned memory, unless some of it is on the device: DataLoader's own `pin_memory` refuses that."""
+    batch = collate(samples)
+    return batch if any(tensor.is_cuda for tensor in tensors_in(batch)) else pin_memory(batch)
 
 
 def batches_by_tokens(
