@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.optim import Lamb
 from slipstream.zero import build
 from slipstream.zero.storage.lane import CudaLane, Event
 from slipstream.zero.storage.store import DiskStore, HostStore
@@ -89,15 +90,18 @@ def engines(dtype: str = "fp32", **blocks: Any) -> Iterator[tuple[int, Any]]:
         engine.destroy()
 
 
-def compare_with_twin(dtype: str) -> None:
-    data = batches(accumulation=2)
+def compare_with_twin(dtype: str, optimizer: str = "AdamW") -> None:
+    data, step = batches(accumulation=2), {"lr": 1e-3, "weight_decay": 0.01}
     scale = SCALE if dtype == "fp16" else 1.0
-    expected = twin.train(model(toy.Lm, DTYPES[dtype]), loss, data, dtype=DTYPES[dtype], clip=0.5, loss_scale=scale)
+    options: dict[str, Any] = {"dtype": DTYPES[dtype], "clip": 0.5, "loss_scale": scale}
+    if optimizer == "Lamb":
+        options["optimizer"] = lambda masters: Lamb(masters.values(), **step)
+    expected = twin.train(model(toy.Lm, DTYPES[dtype]), loss, data, **options)
     start = dict(model(toy.Lm, DTYPES[dtype]).named_parameters())
     blocks: dict[str, Any] = {
         "gradient_clipping": 0.5,
         "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "optimizer": {"type": optimizer, "params": step},
         "fp16": {"enabled": True, "loss_scale": SCALE} if dtype == "fp16" else None,
     }
     for stage, engine in engines(dtype, **blocks):
@@ -126,6 +130,36 @@ def bf16_equals_plain_torch() -> None:
 @case
 def fp16_equals_plain_torch() -> None:
     compare_with_twin("fp16")
+
+
+@case
+def lamb_equals_its_own_loop() -> None:
+    compare_with_twin("fp32", "Lamb")
+
+
+@case
+def samples_lie_where_the_dataset_has_them() -> None:
+    """A batch of the host's samples is pinned; one of the device's is not, and needs no copy."""
+    for where in ("cpu", device()):
+        samples = [{"tokens": row.to(where), "place": i} for i, row in enumerate(toy.tokens(0, 0).repeat(4, 1).cpu())]
+        engine, _, loader, _ = slipstream.initialize(model=model(toy.Lm), config=toy.settings(1), training_data=samples)
+        for batch in loader:
+            assert batch["tokens"].device.type == torch.device(where).type
+            assert batch["tokens"].is_pinned() == batch["place"].is_pinned() == (where == "cpu")
+            toy.step(engine, batch["tokens"].to(device(), non_blocking=True))
+        engine.destroy()
+
+
+@together
+def ranks_tell_each_other_values_of_the_device() -> None:
+    """By DeepSpeed's name; over gloo, too."""
+    from slipstream.compat.engine import initialize
+
+    engine = initialize(model=model(toy.Net), config=toy.settings(1))[0]
+    every = engine.all_gather_scalar(torch.tensor([dist.get_rank() + 0.5], device=device()), dp_group=None)
+    assert [value.item() for value in every] == [rank + 0.5 for rank in range(dist.get_world_size())]
+    assert all(value.device == device() for value in every)
+    engine.destroy()
 
 
 @case

@@ -18,6 +18,9 @@ EMULATED = {"SLIPSTREAM_TESTS_ON_GPU": "emulated", "TRITON_INTERPRET": "1", "CUD
 TRAINING = (  # of `cases`; others need Triton's kernels or sums, CUDA's graphs, or the rounding of a GPU's products
     "fp32_equals_plain_torch",
     "fp16_equals_plain_torch",
+    "lamb_equals_its_own_loop",
+    "samples_lie_where_the_dataset_has_them",
+    "ranks_tell_each_other_values_of_the_device",
     "stages_agree_bit_for_bit",
     "signs_of_momentum_are_those_of_simulated_workers",
     "gradients_in_codes_are_those_of_simulated_workers",

@@ -299,12 +299,12 @@ class DeepSpeedEngine(Engine):
         return set(rows_of(self.module)) if self.plan.zero.sends_rows else set()
 
     def all_gather_scalar(self, value: Tensor, dp_group: Any) -> list[Tensor]:
-        """Every rank's `value`, which has one shape on all ranks. Collective."""
+        """Every rank's `value`, on this rank's device. Collective."""
         if not dist.is_initialized():
             return [value.detach().clone()]
-        gathered = [torch.zeros_like(value) for _ in range(dist.get_world_size(dp_group))]
-        dist.all_gather(gathered, value.detach().contiguous(), group=dp_group)
-        return gathered
+        every: list[Any] = [None] * dist.get_world_size(dp_group)
+        dist.all_gather_object(every, value.detach().cpu(), group=dp_group)
+        return [each.to(value.device) for each in every]
 
     global_rank = property(lambda self: dist.get_rank() if dist.is_initialized() else 0)
     local_rank = property(lambda self: local_rank())
