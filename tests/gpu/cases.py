@@ -150,6 +150,28 @@ def samples_lie_where_the_dataset_has_them() -> None:
         engine.destroy()
 
 
+@case
+def deepspeeds_inference_engine_moves_the_module_here() -> None:
+    """A module of the CPU, whole or in slices, in floats and in int8, unless it is to stay."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from slipstream.compat.inference import init_inference
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    ids, cuts = torch.arange(8)[None], {"mp_size": dist.get_world_size()}
+    for options, limit in ((cuts, 1e-4), (cuts | {"dtype": torch.int8}, 0.1), ({"keep_module_on_host": True}, 1e-4)):
+        torch.manual_seed(0)
+        net = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)).eval()
+        expected = net(ids).logits
+        engine = init_inference(net, **options)
+        where = torch.device("cpu") if "keep_module_on_host" in options else device()
+        logits = engine(ids.to(where)).logits
+        assert logits.device == where and {one.device for one in engine.module.parameters()} == {where}, options
+        assert (logits.float().cpu() - expected).abs().max() < limit * expected.abs().max(), options
+        answer = engine.generate(ids.to(where), max_new_tokens=3, do_sample=False, pad_token_id=0)
+        assert answer.shape == (1, 11) and answer.device == where
+
+
 @together
 def ranks_tell_each_other_values_of_the_device() -> None:
     """By DeepSpeed's name; over gloo, too."""

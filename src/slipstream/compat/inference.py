@@ -3,7 +3,8 @@
     engine = deepspeed.init_inference(model, dtype=torch.bfloat16, replace_with_kernel_inject=True)
     engine(**inputs).logits, engine.generate(**inputs, max_new_tokens=20), engine.module
 
-As in DeepSpeed, the module is changed in place: its dtype and, with int8, its linear layers. `kernels` has the native forwards.
+As in DeepSpeed, the module is changed in place: its dtype, its linear layers with int8, and its device. From the CPU it moves to
+this rank's GPU, if there is one, unless `keep_module_on_host` is set. `kernels` has the native forwards.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from slipstream.parallel.inferred import (
     try_out,
 )
 from slipstream.train.agreement import refused_together
-from slipstream.world.join import init_distributed
+from slipstream.world.join import init_distributed, local_device
 from slipstream.world.mesh import Axis
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,6 @@ _REFUSED: Refused = {
     "moe": ((None, False, {}), _EXPERTS),
     "quant": ((None, False, {}), "dtype=torch.int8 quantizes the weights"),
     "zero": ((None, False, {}, 0), "slipstream.init_inference(folder, zero=...) keeps layers on disk"),
-    "keep_module_on_host": ((False,), "the module is on its own device"),
 }
 _NO_EFFECT = {
     **dict.fromkeys(("replace_method", "enable_cuda_graph", "use_triton", "triton_autotune"), "the fastest forward is chosen"),
@@ -99,6 +99,7 @@ class DeepSpeedInferenceConfig:
     checkpoint: Any = None
     base_dir: str = ""
     save_mp_checkpoint_path: str | None = None
+    keep_module_on_host: bool = False
 
     def __init__(self, config: Any = None, **options: Any) -> None:
         given = vars(config) if isinstance(config, DeepSpeedInferenceConfig) else read_config(config or {})
@@ -168,11 +169,22 @@ class InferenceEngine(nn.Module):
             slices.save_checkpoint(model, self._config.save_mp_checkpoint_path)
         self.module = model if kind in (None, "int8") else model.to(_FLOATS[str(kind)])
         self.module.eval()
+        self._device = self._place()
         self._decoder = None if self._config.cuts else kernels.Decoder(self.module, kind)
         self._spoiled = ""  # why the split module's outputs are invalid; "": they are valid
         self._is_whole = bool(self._config.cuts) and not self._cut()
         if not self._config.cuts and (self._config.replace_with_kernel_inject or kind == "int8"):
             self._use_kernels(kind)
+
+    def _place(self) -> torch.device | None:
+        """Where the module moves: to this rank's GPU, if there is one; None: it stays. A module with a plan moves once it is cut,
+        because a GPU may not hold all of it."""
+        if self._config.keep_module_on_host or any(parameter.is_cuda for parameter in self.module.parameters()):
+            return None
+        device = local_device()
+        if not self._config.cuts or needs_trial(self.module):
+            self.module.to(device)
+        return device
 
     def _use_kernels(self, kind: str | None) -> None:
         """Use native kernels for an encoder's forward and, with int8, for the linear layers."""
@@ -248,7 +260,7 @@ class InferenceEngine(nn.Module):
         trial = None
         if needs_trial(module) and (trial := self._found(axis, inputs, options or {})) is None:
             return False
-        if (exchange := cut(module, axis, trial)) is not None and trial is not None:
+        if (exchange := cut(module, axis, trial, device=self._device)) is not None and trial is not None:
             try:
                 compare(module, trial, exchange)
             except ValueError as error:  # a caller that continues must not get these outputs

@@ -148,14 +148,19 @@ def needs_trial(model: nn.Module) -> bool:
     return not has_plan(model, _OWN)
 
 
-def cut(model: nn.Module, axis: Axis, trial: PlanTrial | None, exchange: Exchange | None = None) -> Exchange | None:
-    """Cut a model in place for this rank, by its own plan or a trial's; `compare` should follow a trial. Collective.
+def cut(
+    model: nn.Module, axis: Axis, trial: PlanTrial | None, exchange: Exchange | None = None, device: torch.device | None = None
+) -> Exchange | None:
+    """Cut a model in place for this rank, by its own plan or a trial's, and move its slices to `device`, if given. `compare` should
+    follow a trial. Collective.
 
     Returns the exchange of sums, a new one by default; None if nothing is cut. Raises ValueError like `slice_model`, before any
     layer is cut."""
     slices = slice_model(model, axis, _OWN if trial is None else replace(_OWN, partition=trial.partition))
     if slices is None:
         return None
+    if device is not None:
+        model.to(device)
     if exchange is None:
         exchange = connect_activations(axis, next(model.parameters()).device, "auto", Watch(_PATIENCE_S))
     slices.exchange = exchange
