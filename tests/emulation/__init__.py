@@ -104,6 +104,7 @@ def install() -> None:
     for owner in (torch.Tensor, torch.UntypedStorage):
         owner.data_ptr = _away(owner.data_ptr)  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = _resized(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
+    torch.UntypedStorage.clone = _cloned(torch.UntypedStorage.clone)  # type: ignore[method-assign]
     torch.serialization.register_package(0, lambda storage: None, _unpickled)
     _install_collectives()
 
@@ -123,11 +124,9 @@ class Stream(torch.Stream):
         return int(self.stream_id)
 
 
-class Event(torch.Event):
-    """`torch.cuda.Event`."""
-
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> "Event":
-        return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    """`torch.cuda.Event`. No class: `elapsed_time` takes no subclass of torch's."""
+    return torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking)
 
 
 def _current_stream(device: Any = None) -> Stream:
@@ -296,10 +295,18 @@ def _resized(resize: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
     def resize_(self: Any, nbytes: int) -> Any:
         if self.device.type != "cuda":
             return resize(self, nbytes)
-        torch.ops.emulated_cuda.resize_storage(torch.empty(0, dtype=torch.uint8, device="cuda").set_(self), nbytes)
+        torch.ops.emulated_cuda.resize_storage(_bytes_of(self), nbytes)
         return self
 
     return resize_
+
+
+def _cloned(clone: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: clone(self) if self.device.type != "cuda" else _bytes_of(self).clone().untyped_storage()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _unpickled(storage: torch.UntypedStorage, location: str) -> Any:
@@ -315,7 +322,7 @@ def _unpickled(storage: torch.UntypedStorage, location: str) -> Any:
 class _Work:
     """What an asynchronous collective returns: it ran already, but streams are told only by `wait`."""
 
-    def __init__(self, work: Any, event: Event, result: Any) -> None:
+    def __init__(self, work: Any, event: torch.Event, result: Any) -> None:
         self._work, self._event, self._result = work, event, result
 
     def wait(self, *args: Any) -> bool:
