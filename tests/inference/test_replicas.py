@@ -556,7 +556,7 @@ def test_a_text_that_ends_engines_ends(others: int, is_lost: bool) -> None:
             engine.state = ReplicaState.DRAINING
         texts = ["!", "xyz", "ab", "c"][: 1 + others]
         calls = [callers.submit(client.embeddings.create, model="rows", input=text) for text in texts]
-        until(lambda: router.engines[0].calls == len(calls))
+        until(lambda: len(router.engines[0]._tickets) == len(calls))
         for engine in router.engines[1:]:
             engine.state = ReplicaState.READY
         Vectors.waits.set()
@@ -565,6 +565,43 @@ def test_a_text_that_ends_engines_ends(others: int, is_lost: bool) -> None:
         assert [call.result().data[0].embedding for call in calls[1:]] == [[121.0], [97.5], [99.0]][:others]
         until(lambda: len(router._ready()) == 3)
         assert sum(source.opens for source in sources) == 4 + bool(others)
+
+
+def test_calls_of_a_lost_engine_wait_for_others_and_use_each() -> None:
+    lost, *others = sources = [Vectors(name) for name in "abc"]
+    lost.waits = threading.Event()
+    Vectors.waits.clear()
+    with routed(*sources) as router, ThreadPoolExecutor(4) as callers:
+        for engine in router.engines[1:]:
+            engine.state = ReplicaState.DRAINING
+        calls = [callers.submit(router.embed, [text]) for text in "wxyz"]
+        until(lambda: len(router.engines[0]._tickets) == 4)
+        lost.allowed.clear()
+        lost.cut()
+        lost.waits.set()
+        until(lambda: router.engines[0].state is ReplicaState.STARTING)
+        time.sleep(0.1)
+        assert not any(call.done() for call in calls), "no engine is ready, and the next gets them"
+        for source in others:
+            source.cut()  # it was draining, so that it starts again
+        until(lambda: [len(engine._tickets) for engine in router.engines] == [0, 1, 1])
+        Vectors.waits.set()
+        assert [call.result().vectors.item() for call in calls] == [*map(float, b"wxyz")]
+        lost.allowed.set()
+
+
+def test_a_router_that_is_closed_ends_calls_that_wait() -> None:
+    source = Vectors("a")
+    source.waits = threading.Event()
+    with ThreadPoolExecutor(2) as callers:
+        with routed(source) as router:
+            calls = [callers.submit(router.embed, [text]) for text in "xy"]
+            until(lambda: len(router.engines[0]._tickets) == 2)
+            source.allowed.clear()
+            source.cut()
+            source.waits.set()
+            until(lambda: len(router._homeless) == 2)
+        assert [str(call.exception(10)) for call in calls] == ["the engine is closed"] * 2
 
 
 def test_a_client_does_not_repeat_what_ends_engines() -> None:

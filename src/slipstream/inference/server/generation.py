@@ -336,14 +336,10 @@ class Answer(Response):
             started = True
             await send(message)
 
-        front, timeout_s = self.front, self.front.request_timeout_s
+        front = self.front
         mailbox = Mailbox(front.unread, self.work.n * len(self.work.prompts))
         try:
-            late = RequestError(f"the request did not finish within {timeout_s:g} s", status=504, code="timeout")
-            async with (
-                front.deadlines.within(timeout_s, late),
-                running(self.engine, self.work, receive, front.compiling, mailbox, self.arrived) as batches,
-            ):
+            async with front.in_time(), running(self.engine, self.work, receive, front.compiling, mailbox, self.arrived) as batches:
                 await self.write(batches, mailbox, tracked)
         except ClientLeftError:
             front.traffic.abandoned += 1

@@ -99,6 +99,9 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(threads, lambda: make(body.whole()))
 
     async def compute(self, make: Callable[[], Result], tenant: str) -> Result:
-        """Run `make()`, which may take long, in a thread that no body needs. Further calls of a tenant that runs VECTORS wait."""
-        async with self._turns[tenant]:
-            return await asyncio.get_running_loop().run_in_executor(self._vectors, make)
+        """Run `make()`, which may take long, in a thread that no body needs, and to its end. Further calls of a tenant that runs
+        VECTORS wait."""
+        await (turn := self._turns[tenant]).acquire()
+        running = asyncio.get_running_loop().run_in_executor(self._vectors, make)
+        running.add_done_callback(lambda _: turn.release())
+        return await asyncio.shield(running)

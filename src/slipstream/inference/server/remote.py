@@ -31,10 +31,6 @@ class LostError(ClosedError):
     """The connection ended before the reply."""
 
 
-class OnlyLostError(LostError):
-    """The process, on this host, had no other work."""
-
-
 class ReplicaState(Enum):
     STARTING = "starting"
     READY = "ready"
@@ -45,12 +41,15 @@ class ReplicaState(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """A submitted prompt, for `Router.cancel`. Once it is accepted, only the thread that reads the engine's messages changes it."""
+    """A submitted prompt, for `Router.cancel`, or a call for vectors or scores. Once it is accepted, only the thread that reads the
+    engine's messages changes it."""
 
-    prompt: Sequence[int]
+    prompt: Sequence[Any]  # tokens; of a call, its texts
     params: SamplingParams
-    sink: Sink
+    sink: Sink  # of a call: gets only an end without a reply
     more: Mapping[str, Any]  # n, priority, salt, tenant, adapter, first_within, wait_within
+    call: tuple[str, Sequence[Any]] | None = None  # its name and arguments
+    reply: Future[Any] = field(default_factory=Future)  # to the call
     whole: bool = False  # nothing is delivered before the end, so that another engine can start over
     keys: Sequence[int] = ()  # of its prefixes, from `router.prefix_keys`
     number: int = 0  # at its engine
@@ -150,11 +149,6 @@ class RemoteEngine:
             if other._tickets:
                 other.owed[tenant] += tokens
 
-    @property
-    def calls(self) -> int:
-        """Calls that wait for a reply."""
-        return len(self._replies)
-
     def connect(self, link: Link, facts: Mapping[str, Any]) -> None:
         if self._stats is not None and facts["start"] != self.facts["start"]:
             self._past, self._stats = self.stats(), None
@@ -181,8 +175,15 @@ class RemoteEngine:
         self._tickets[ticket.number] = ticket
 
     def submit(self, ticket: Ticket) -> None:
-        """Raises as `Engine.submit`, and LostError."""
+        """Raises as `Engine.submit`, and LostError. A call is accepted at once; its reply comes later."""
         try:
+            if ticket.call is not None:
+                with self._turn:  # an end of the connection comes before, or finds it accepted
+                    if (link := self._link) is None:
+                        raise LostError(f"{self.name} is not connected")
+                    self._tickets[ticket.number], ticket.accepted = ticket, True
+                link.send("call", ticket.number, *ticket.call)
+                return
             more = {**ticket.more, "elsewhere": ticket.elsewhere, "waited": time.monotonic() - ticket.arrival}
             self._ask("submit", ticket.number, ticket.prompt, wire.packed_params(ticket.params), more)
         except Exception:
@@ -235,22 +236,19 @@ class RemoteEngine:
         return self._lose_all(link)
 
     def _lose_all(self, link: Link) -> list[Ticket]:
-        """The connection has ended: fail all calls, and return the accepted requests that are unfinished."""
+        """The connection has ended: fail what waits for a reply, and return the accepted requests that are unfinished."""
         with self._turn:
             announced = self.state is ReplicaState.DRAINING
             self._link, self.state = None, ReplicaState.DOWN
         link.close()
-        tickets, replies = list(self._tickets.values()), list(self._replies.values())
+        tickets = list(self._tickets.values())
         self._tickets.clear()
         for ticket in () if announced else tickets:
             ticket.moves += MOVES + 1 if len(tickets) == 1 and ticket.accepted and not self.address else 1
         if self._stats is not None:
             self._stats = settled(self._stats)
-        lost: type[ClosedError] = OnlyLostError if len(replies) == 1 and not (tickets or self.address) else LostError
-        if announced:  # no call is the cause
-            lost = ClosedError
-        for reply in replies:
-            reply.set_exception(lost(f"the engine's process ended ({self.name})"))
+        for reply in list(self._replies.values()):
+            reply.set_exception(LostError(f"the engine's process ended ({self.name})"))
         return [ticket for ticket in tickets if ticket.accepted]
 
     def _deliver(self, number: int, output: Output) -> None:
@@ -271,14 +269,20 @@ class RemoteEngine:
             self.trial_ended()
 
     def _reply(self, kind: str, number: int, *rest: Any) -> None:
-        if (reply := self._replies.pop(number, None)) is None:
+        ticket, reply = self._tickets.get(number), self._replies.pop(number, None)
+        if ticket is not None and ticket.call is not None:
+            reply = ticket.reply
+            del self._tickets[number]
+            if ticket.on_trial:
+                self.trial_ended()
+        elif ticket is not None and kind == "done":
+            ticket.accepted = True
+        if reply is None:
             return  # nobody waits for it any more
         if kind == "failed":
             reply.set_exception(wire.error_of(*rest))
-            return
-        if (ticket := self._tickets.get(number)) is not None:
-            ticket.accepted = True
-        reply.set_result(*rest)
+        else:
+            reply.set_result(*rest)
 
     def close(self) -> None:
         """End the connection, from any thread; `run` then returns."""

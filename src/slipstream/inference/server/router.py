@@ -6,8 +6,7 @@ another host, reads from it, and repeats this when it ends. The submitting threa
 
 [Note: Trials] One of the requests that an engine had when it ended may be the cause. If there was only one, and no network between,
 it ends with an error. If there were several, they are tried one by one: another engine gets the next once it has made a token of
-the previous one. So few requests are in two engines that end, and these end with an error. Calls for vectors and scores are tried
-one by one, too.
+the previous one, or the vectors or scores of a call. So few requests are in two engines that end, and these end with an error.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -30,9 +29,9 @@ import torch
 from slipstream.inference import stats, wire
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams, target_of
 from slipstream.inference.embedding import Embedded, EmbeddingEngine, Pooling, Scored
-from slipstream.inference.engine import ClosedError, Engine, FailedError, Sink
+from slipstream.inference.engine import ClosedError, Engine, FailedError, Output, Sink
 from slipstream.inference.server.process import Connected, EngineProcess, ReplicaError, Spare, Zygote
-from slipstream.inference.server.remote import MOVES, LostError, OnlyLostError, RemoteEngine, ReplicaState, Ticket
+from slipstream.inference.server.remote import MOVES, LostError, RemoteEngine, ReplicaState, Ticket
 from slipstream.inference.source import open_tokenizer
 from slipstream.inference.stats import Stats
 from slipstream.inference.text import Tokenizer
@@ -43,6 +42,7 @@ SETTLED = 30.0  # seconds; an engine's end after this time is not a consequence 
 PAUSE = 0.25  # seconds before a second start in a row; doubled for each further one
 ON_DISK = ("expert_cache_bytes", "weights_bytes", "weights_folder")  # a fork cannot use the files and threads of its parent
 CAUSE = "the request may be the cause, so it is not tried again"
+ONE_TOKEN = SamplingParams(max_tokens=1)
 AWAY = "no engine's process is ready; they start again; try again later"
 AGREED = {  # facts that are equal for all engines -> the remedy
     "version": "install the same version of Slipstream",
@@ -139,7 +139,6 @@ class Router:
             engine.trial_ended = lambda: threading.Thread(target=self._house, daemon=True).start()  # its reader reads the replies
         self._lock = threading.Lock()  # for the choice of an engine: known prefixes and outstanding tokens
         self._housings = 0  # calls of `_house`
-        self._trial = threading.Lock()  # held by a call with which an engine has ended
         self._loading = threading.Lock()  # for the adapters, which an engine gets before it is ready
         self._added: dict[str, str] = {}  # adapters that were loaded at run time: name -> folder
         self._removed: set[str] = set()  # adapters that were unloaded
@@ -342,6 +341,7 @@ class Router:
                 thread.join()
         for source in self._sources:
             source.stop()
+        self._give_up()
 
     def __enter__(self) -> Router:
         return self
@@ -404,22 +404,17 @@ class Router:
             engine.take(ticket)
             return engine
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """Call the engine with the fewest pending calls; another one if it ends: [Note: Trials]. Raises as the engine does,
-        FailedError if the call may be why engines end, ClosedError if none is ready."""
-        for turn in (nullcontext(), self._trial):
-            with turn:
-                if not (engines := self._ready()):
-                    raise ClosedError(self.why or AWAY)
-                try:
-                    return min(engines, key=lambda engine: engine.calls).call(name, *arguments)
-                except LostError as error:
-                    lost = error
-            if not self.healthy:
-                raise ClosedError(self.why or "the engine is closed")
-            if isinstance(lost, OnlyLostError):
-                break
-        raise FailedError(f"{lost}; {CAUSE}")
+    def _call(self, name: str, texts: Sequence[Any], truncate: bool) -> Any:
+        """Place a call as a request of one token, and wait for its reply. Raises as the engine does, FailedError if the call may be
+        why engines end, ClosedError if none is ready or the router is closed."""
+
+        def sink(output: Output) -> None:
+            ticket.reply.set_exception((FailedError if self.healthy else ClosedError)(output.error or "the engine is closed"))
+
+        more = {"n": 1, "tenant": "", "priority": 0}
+        ticket = Ticket(prompt=texts, params=ONE_TOKEN, sink=sink, more=more, call=(name, (texts, truncate)))
+        self._place(ticket)
+        return ticket.reply.result()
 
     def _move(self, lost: Sequence[Ticket], why: str) -> None:
         """Requests that have not begun go to another engine; without one, to the next that is ready."""
@@ -452,7 +447,7 @@ class Router:
                 continue
             try:
                 self._place(ticket)
-            except (ValueError, QueueFullError, ClosedError) as error:
+            except (ValueError, QueueFullError, FailedError, ClosedError) as error:
                 is_short = isinstance(error, QueueFullError) and len(free) < len(self.engines)  # an engine may come back
                 if not (is_short or isinstance(error, ClosedError)):
                     ticket.end(Finish.CANCELLED if isinstance(error, QueueFullError) else Finish.ERROR, str(error))
@@ -543,10 +538,13 @@ class Router:
             first.set_exception(error)
             return
         logger.error("%s", error)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """End the requests that wait for an engine."""
         with self._lock:
             homeless, self._homeless = self._homeless, []
-        for ticket in homeless:
-            ticket.end(Finish.ERROR, self.why)
+        self._move(homeless, self.why)
 
 
 def _pause(number: int, longest: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -130,9 +130,15 @@ class Front:
         async with self.received(request, prepare) as (given, make):
             ignored = without_effect(given)
             self.refuse(ignored, ignored)
-            response = await self.bodies.compute(make, request.state.tenant)
+            async with self.in_time():
+                response = await self.bodies.compute(make, request.state.tenant)
         response.raw_headers += self.headers(ignored)
         return response
+
+    def in_time(self) -> AbstractAsyncContextManager[None]:
+        """A context that raises RequestError after the time limit of a response."""
+        late = f"the request did not finish within {self.request_timeout_s:g} s"
+        return self.deadlines.within(self.request_timeout_s, RequestError(late, status=504, code="timeout"))
 
     def adapter_root(self) -> Path:
         """The folder of adapters that clients may load. Raises RequestError if they may not."""
