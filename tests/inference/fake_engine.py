@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
+from slipstream.inference.engine import ClosedError
 from slipstream.inference.stats import Histogram, Stats
 
 VOCAB = 256  # a token is a byte
@@ -174,7 +175,7 @@ class FakeEngine:
         if "full" in handle.prompt:
             raise QueueFullError("the queue is full: 1024 wait")
         if "gone" in handle.prompt:
-            raise RuntimeError("the engine is closed")
+            raise ClosedError("the engine is closed")
         with self.lock:
             self.submitted.append((params, n, priority))
             self.targets.append((first_within, wait_within))

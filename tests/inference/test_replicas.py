@@ -240,7 +240,22 @@ def test_a_server_that_takes_no_outputs_stops_no_other(num_blocks: int, is_cut: 
 def test_errors_keep_their_kind() -> None:
     for error in (ValueError("n is 0"), QueueFullError("full")):
         assert repr(wire.error_of(*wire.packed_error(error))) == repr(error)
-    assert str(wire.error_of(*wire.packed_error(KeyError("x")))) == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("embeds", [True, False])
+def test_an_error_that_nobody_expected_is_the_requests(
+    is_local: bool, embeds: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client is told not to repeat it, and gets no details, wherever the engine runs."""
+    for kind, name in ((EmbeddingEngine, "embed"), (Engine, "submit")):
+        monkeypatch.setattr(kind, name, lambda *arguments, **more: {}["a secret"])
+    source = Vectors("a") if embeds else Local("a")
+    with closing(source.engine_of(HashRunner())) if is_local else routed(source) as engine, serving(engine) as address:
+        fields = {"model": engine.model_name, "input" if embeds else "prompt": "x"}
+        reply = call(address, "POST", "/v1/embeddings" if embeds else COMPLETIONS, json.dumps(fields))
+    assert (reply.status, reply.headers["x-should-retry"]) == (500, "false")
+    assert b"secret" not in reply.body and "KeyError: 'a secret'" in caplog.text
 
 
 def test_figures_of_several_engines_are_added() -> None:

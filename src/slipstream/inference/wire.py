@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import select
 import socket
 import sys
@@ -31,6 +32,8 @@ from slipstream.inference.core import Finish, QueueFullError, Request, SamplingP
 from slipstream.inference.engine import ClosedError, FailedError, Logprob, Output, Usage, nbytes_of
 from slipstream.inference.stats import Histogram, Stats
 from slipstream.inference.tls import Connection
+
+logger = logging.getLogger(__name__)
 
 MAX_FRAME = 1 << 30  # bytes; a longer frame is not of this protocol
 FLUSH = 2.0  # seconds for the other end to read pending messages at the end
@@ -226,9 +229,11 @@ def stats_of(packed: Mapping[str, Any]) -> Stats:
 
 
 def packed_error(error: Exception) -> tuple[str, str]:
-    """The error's kind and text."""
-    kind = next((name for name, one in _ERRORS.items() if isinstance(error, one)), "closed")
-    return kind, str(error) if kind in _ERRORS and isinstance(error, _ERRORS[kind]) else f"{type(error).__name__}: {error}"
+    """The error's kind and text. The text of an error that nobody expected is only for the log."""
+    if (kind := next((name for name, one in _ERRORS.items() if isinstance(error, one)), None)) is not None:
+        return kind, str(error)
+    logger.error("a request failed", exc_info=error)
+    return "failed", "internal error; see the engine's log"
 
 
 def error_of(kind: str, why: str) -> Exception:

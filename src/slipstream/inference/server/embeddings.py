@@ -103,10 +103,8 @@ async def _answer(
         return await front.compute(request, prepare)
     except ValueError as error:
         raise RequestError(str(error), param=params[str(error).startswith("text 2 of")]) from None
-    except FailedError as error:
-        raise RequestError.failed(str(error)) from None
-    except ClosedError as error:
-        raise RequestError.unavailable(str(error)) from None
+    except (FailedError, ClosedError) as error:
+        raise RequestError.of(error) from None
 
 
 def _embeddings(engine: Embedder, given: EmbeddingRequest, cut: bool) -> Response:

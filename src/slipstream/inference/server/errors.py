@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing_extensions import TypedDict
 
+from slipstream.inference.engine import ClosedError, FailedError
+
 
 class ErrorDetail(TypedDict):
     message: str
@@ -27,18 +29,23 @@ class RequestError(Exception):
         self.param = param
         self.code = code
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if status == 500:  # it would fail again, so clients that repeat what got a 500 are told not to: OpenAI's obey the header
+            self.headers["x-should-retry"] = "false"
 
     @classmethod
     def failed(cls, why: str | None) -> RequestError:
-        """It would fail again, so clients that repeat what got a 500 are told not to: OpenAI's obey the header."""
-        error = cls(f"the request failed: {why}", status=500, code="generation_failed")
-        error.headers["x-should-retry"] = "false"
-        return error
+        """The request is at fault."""
+        return cls(f"the request failed: {why}", status=500, code="generation_failed")
 
     @classmethod
     def unavailable(cls, why: str | None) -> RequestError:
         """The engine, or the server, is at fault."""
         return cls(f"{why}", status=503, code="unavailable", retry_after=5)
+
+    @classmethod
+    def of(cls, error: FailedError | ClosedError) -> RequestError:
+        """The error of a request that is at fault, or that the engine did not accept."""
+        return (cls.failed if isinstance(error, FailedError) else cls.unavailable)(str(error))
 
     def body(self) -> ErrorBody:
         kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"

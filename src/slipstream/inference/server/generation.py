@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.inference.core import NO_TARGET, Finish, QueueFullError, SamplingParams, Target
-from slipstream.inference.engine import Output, Usage, nbytes_of
+from slipstream.inference.engine import ClosedError, FailedError, Output, Usage, nbytes_of
 from slipstream.inference.server.answers import joined
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
@@ -287,8 +287,8 @@ async def running(
             raise _refusal(str(error), work.constraint) from None
         except QueueFullError as error:
             raise RequestError(str(error), status=429, code="queue_full", retry_after=1) from None
-        except RuntimeError as error:
-            raise RequestError.unavailable(str(error)) from None
+        except (FailedError, ClosedError) as error:
+            raise RequestError.of(error) from None
         yield _batches(engine, mailbox, unfinished, work.n)
     finally:
         mailbox.close()
