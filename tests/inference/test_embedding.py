@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 
 import slipstream
+from slipstream.inference import assembly, load
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import ClosedError, FailedError
 from slipstream.inference.families import UnsupportedModel
@@ -143,7 +144,7 @@ def test_vectors_are_pooled_as_the_files_say(mode: str, tmp_path: Path) -> None:
             torch.testing.assert_close(vector, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_what_is_wrong_with_texts(tmp_path: Path) -> None:
+def test_what_is_wrong_with_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with slipstream.init_inference(folder_of(tmp_path, pooling_mode_mean_tokens=True), device="cpu") as engine:
         assert "embeds texts of 40 tokens" in engine.description
         with pytest.raises(ValueError, match=r"text 1 has 52 tokens; .* takes 40: cut it, or truncate"):
@@ -155,8 +156,11 @@ def test_what_is_wrong_with_texts(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="embeds texts and does not generate"):
             engine.generate("hello")
         assert torch.equal(engine(torch.tensor([[5, 6]])).last_hidden_state[0], reference(model_of("bert"), [5, 6]))
-    with pytest.raises(ValueError, match="a BertConfig has no weights, and models that embed texts take no new ones"):
-        slipstream.init_inference(model_of("bert").config, device="cpu")
+    for module, takes_memory in ((assembly, "open_forward"), (load, "quantize")):
+        monkeypatch.setattr(module, takes_memory, None)
+    for dtype in ("fp32", "int8"):
+        with pytest.raises(ValueError, match="a BertConfig has no weights, and models that embed texts take no new ones"):
+            slipstream.init_inference(model_of("bert").config, device="cpu", dtype=dtype)
     with pytest.raises(ValueError, match=r"it does not generate: leave out num_draft, max_running"):
         slipstream.init_inference(tmp_path, device="cpu", num_draft=2, max_running=4)
     (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]')

@@ -52,7 +52,7 @@ _LAYERS_ON_DISK = "layers of it are on disk; open it without weights_bytes and w
 _ONCE = "transformers' modules are quantized once, when the model is opened; open it in a float dtype"
 _BLOCKS = "the blocks of its file have another form; open it with dtype=, or open the unquantized model"
 _SPLIT = "it is split over processes; open it again from the new weights"
-_EMBEDS = "models that embed texts take no new ones"
+_EMBEDS = "models that embed texts take no new ones; open it again from them"
 _ADAPTERS = "they need the native kernels of one process on a CPU, and here it is {}; merge one into the model, and serve that"
 _FOLLOWS = "rank {} computes for rank 0, which answers: call it there, `if engine.leads:`"
 _SHARED = "it reads the live model's own tensors on the GPU; open it from a folder, or from the model's configuration"
@@ -67,7 +67,7 @@ def open_runner(
     source = find_source(model)
     if is_config(source):
         raise ValueError(f"a {type(source).__name__} has no weights; give the model or its folder")
-    served = _serve(source, precision.parse_dtype(dtype), place, BLOCKS[0], sizes._replace(threads=threads))
+    served = _serve(source, precision.parse_dtype(dtype), place, BLOCKS[0], sizes._replace(threads=threads), {})
     if served.embeds:
         raise ValueError(f"{model} has no head, so it computes no logits; slipstream.init_inference embeds texts with it")
     return served.forward.runner
@@ -88,6 +88,22 @@ def open_engine(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, tp_size: 
         raise
 
 
+class _Vectors(NamedTuple):
+    """How a model that embeds texts does it."""
+
+    pooling: Pooling
+    classifier: CrossEncoder | None
+    vocab_size: int
+
+    @classmethod
+    def read(cls, source: Any, vocab_size: int, options: Mapping[str, Any]) -> _Vectors:
+        """`options`: those that apply only to models that generate. Raises ValueError for them, and for unsupported files."""
+        if given := [option for option, value in options.items() if value is not None]:
+            raise ValueError(f"{name_of(source)} embeds texts, it does not generate: leave out {', '.join(given)}")
+        pooling = Pooling.read(source if isinstance(source, Path) else None)
+        return cls(pooling, CrossEncoder.read(source), vocab_size)
+
+
 class _Ready(NamedTuple):
     forward: Opened
     target: UpdateTarget | str  # what `update_weights` overwrites, or the reason that it cannot
@@ -95,7 +111,7 @@ class _Ready(NamedTuple):
     weights: str  # for the engine's description
     ends: tuple[int, ...]
     metadata: Mapping[str, Any]  # of a GGUF file; else empty
-    embeds: int = 0  # vocabulary size of a model that embeds texts; 0: a decoder
+    embeds: _Vectors | None = None  # None: a decoder
     open_adapter: Opener | str = _ADAPTERS.format("transformers' code runs this model")
 
     @property
@@ -146,16 +162,14 @@ def assemble(
     if isinstance(source, torch.nn.Module) and outputs.gives_outputs_only(source):
         loop |= {"max_context": max_context, "max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "tp_size": ranks}
         return _outputs(source, name, kind, place, group, loop | {"tokenizer": tokenizer, "expert_cache_bytes": expert_cache_bytes})
-    served = _serve(source, kind, place, group, sizes)
+    others = loop | {"max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "expert_cache_bytes": expert_cache_bytes}
+    served = _serve(source, kind, place, group, sizes, others)
     give_back_freed()
     own_tokenizer, runner = passed_tokenizer or tokenizer_of(source, served.metadata), cast("Any", served.forward.runner)
     if mode := sparse_mode(source):
         logger.warning("%s was trained with block-sparse attention (mode %r), and is served with all scores", name, mode)
-    if served.embeds:
-        loop |= {"max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "expert_cache_bytes": expert_cache_bytes}
-        if loop := {option: value for option, value in loop.items() if value is not None}:
-            raise ValueError(f"{name} embeds texts, it does not generate: leave out {', '.join(loop)}")
-        return _embedding(served, own_tokenizer, name, source, _module(source, served.kind, place, group), ranks)
+    if served.embeds is not None:
+        return _embedding(served, served.embeds, own_tokenizer, name, _module(source, served.kind, place, group), ranks)
     drafted = _add_draft(loop, runner.vocab_size, own_tokenizer, place, sizes)
     engine = Engine(
         runner,
@@ -179,25 +193,21 @@ def assemble(
 
 def _embedding(
     served: _Ready,
+    embeds: _Vectors,
     tokenizer: Tokenizer | None,
     name: str,
-    source: Any,
     module: Callable[[], torch.nn.Module] | str,
     ranks: ServingRanks | None,
 ) -> Assembled:
-    if is_config(source):
-        raise ValueError(f"a {type(source).__name__} has no weights, and {_EMBEDS}; give the model or its folder")
-    runner, pooling = cast("Any", served.forward.runner), Pooling.read(source if isinstance(source, Path) else None)
-    classifier, closed = CrossEncoder.read(source), _leader_of(ranks)
+    runner, (pooling, classifier, vocab_size) = cast("Any", served.forward.runner), embeds
     vectors = EmbeddingEngine(
-        runner, tokenizer, pooling, vocab_size=served.embeds, model_name=name, classifier=classifier, closed=closed
+        runner, tokenizer, pooling, vocab_size=vocab_size, model_name=name, classifier=classifier, closed=_leader_of(ranks)
     )
     does = "embeds texts" if classifier is None else "scores pairs"
     description = f"{name}: {served.weights}, {served.forward.forward}, {does} of {vectors.max_context:,} tokens"
     if ranks is not None:
         ranks.start(runner.follow, vectors.fail)
-    target = f"{_EMBEDS}; open it again from them"
-    return Assembled(vectors, description, target, module, ranks, dtype=served.dtype)
+    return Assembled(vectors, description, _EMBEDS, module, ranks, dtype=served.dtype)
 
 
 def _leader_of(ranks: ServingRanks | None) -> str:
@@ -250,7 +260,7 @@ def _draft(draft: Any, vocab_size: int, tokenizer: Tokenizer | None, place: torc
     source = find_source(draft)
     if is_config(source):
         raise ValueError(f"draft is a {type(source).__name__}, which has no weights; give the model or its folder")
-    served = _serve(source, precision.parse_dtype(None), place, BLOCKS[0], Sizes(None, FEW, None, sizes.threads))
+    served = _serve(source, precision.parse_dtype(None), place, BLOCKS[0], Sizes(None, FEW, None, sizes.threads), {})
     if served.embeds:
         raise ValueError(f"draft is {name_of(draft)}, which embeds texts and generates none; give a small decoder")
     own, size = tokenizer_of(source, served.metadata), served.forward.runner.vocab_size
@@ -284,8 +294,9 @@ def _place(device: torch.device | str | None, threads: int | None, ranks: Servin
     return place, threads
 
 
-def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:
-    """Load the model, with Slipstream's forward if it supports the model, else with transformers'. Collective with ranks."""
+def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes, others: Mapping[str, Any]) -> _Ready:
+    """Load the model, with Slipstream's forward if it supports the model, else with transformers'. Collective with ranks. `others`:
+    options that apply only to models that generate. Raises ValueError before the forward takes memory."""
     ranks = sizes.ranks
     options: dict[str, Any] = {"by_layer": sizes.memory is not None}
     options |= {"part": ranks.part, "devices": ranks.num_devices} if ranks else {}
@@ -296,7 +307,7 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
     except UnsupportedModel as error:
         _check_transformers_serves(sizes, error)
         return _serve_by_transformers(source, kind, place, group, sizes)
-    embeds = 0 if loaded.config.has_head else loaded.config.vocab_size
+    embeds = None if loaded.config.has_head else _Vectors.read(source, loaded.config.vocab_size, others)
     blocks = _blocks(loaded) if loaded.opening.kind == "stored" else ""
     reasons = (
         (_SPLIT, ranks is not None),

@@ -156,7 +156,10 @@ def is_config(source: Any) -> bool:
 def _blank(source: Any, opening: Opening) -> LoadedModel:
     """All weights are zeros, expanded from a scalar: they take no memory until they are packed."""
     values = source.to_dict()
-    config, stored = from_hf(values), str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
+    if not (config := from_hf(values)).has_head:
+        kind = type(source).__name__
+        raise ValueError(f"a {kind} has no weights, and models that embed texts take no new ones; give the model or its folder")
+    stored = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
     kind = opening.kind
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind) or FLOATS.get(stored, torch.float32)
     zero = torch.zeros((), dtype=dtype)
