@@ -348,9 +348,13 @@ def test_the_routes(tmp_path: Path) -> None:
             for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
                 ranked = post(path, query="hello", documents=documents, top_n=2)["results"]
                 assert [one["index"] for one in ranked] == [0, 2] and ranked[1]["document"]["text"] == "hellx"
+                ranked = post(path, query="hello", documents=documents, top_n=0, return_documents=False)["results"]
+                assert [sorted(one) for one in ranked] == [["index", "relevance_score"]] * 3, "vLLM's clients send 0 for all"
             for path in ("/v1/score", "/score"):
-                scores = [one["score"] for one in post(path, text_1="hello", text_2=["abc", "hello"])["data"]]
-                assert scores == pytest.approx([float(vectors[0] @ vectors[1]), 1.0], abs=1e-5)
+                for first, second in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")):  # vLLM's, old and new
+                    reply = post(path, **{first: "hello", second: ["abc", "hello"]})
+                    scores = [one["score"] for one in reply["data"]]
+                    assert scores == pytest.approx([float(vectors[0] @ vectors[1]), 1.0], abs=1e-5)
             for path, fields, message in (
                 ("/v1/embeddings", {"input": "b" * 50}, "input: text 0 has 52 tokens"),
                 ("/v1/embeddings", {"input": []}, "input: must be a string, 1 to 2,048 strings, a list of token ids, or"),

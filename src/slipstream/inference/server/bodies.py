@@ -187,7 +187,7 @@ class Document(TypedDict):
 class OneRank(TypedDict):
     index: int
     relevance_score: float
-    document: Document | None
+    document: NotRequired[Document]
 
 
 class RerankBody(TypedDict):

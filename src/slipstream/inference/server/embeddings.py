@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -60,13 +60,13 @@ class RerankRequest(Embedding):
         list[Annotated[str | Text, explained("document", "must be a string, or an object whose text is one")]],
         Field(min_length=1, max_length=MAX_TEXTS),
     ]
-    top_n: Annotated[int, Field(ge=1)] | None = None
+    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all, vLLM's default
     return_documents: bool | None = None
 
 
 class ScoreRequest(Embedding):
-    text_1: OneOrMore
-    text_2: OneOrMore
+    text_1: Annotated[OneOrMore, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]  # newer names in vLLM
+    text_2: Annotated[OneOrMore, Field(validation_alias=AliasChoices("text_2", "documents", "data_2"))]
 
     @model_validator(mode="after")
     def _fit(self) -> ScoreRequest:
@@ -132,11 +132,10 @@ def _row(index: int, row: torch.Tensor, packed: bool) -> OneEmbedding:
 def _rerank(engine: Embedder, given: RerankRequest, cut: bool) -> Response:
     texts = [one if isinstance(one, str) else one.text for one in given.documents]
     found = engine.score([(given.query, text) for text in texts], truncate=cut)
-    order = sorted(range(len(texts)), key=lambda i: -found.scores[i])[: given.top_n]
-    shown = given.return_documents is not False
-    results: list[OneRank] = [
-        {"index": i, "relevance_score": found.scores[i], "document": {"text": texts[i]} if shown else None} for i in order
-    ]
+    order = sorted(range(len(texts)), key=lambda i: -found.scores[i])[: given.top_n or None]
+    results: list[OneRank] = [{"index": i, "relevance_score": found.scores[i]} for i in order]
+    for one in results if given.return_documents is not False else ():
+        one["document"] = {"text": texts[one["index"]]}
     body: RerankBody = {"id": _new_id("rerank"), "model": engine.model_name, "results": results, "usage": _usage(found.num_tokens)}
     return JSON(body)
 
