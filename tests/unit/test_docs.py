@@ -338,6 +338,16 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_tree_names_every_module() -> None:
+    rows = re.findall(r"^\| (`\w+/`.*?) \| (.*)$", (ROOT / "docs" / "ARCHITECTURE.md").read_text(), re.M)
+    code = {rooms: re.findall(r"[\w/]+", " ".join(re.findall(r"`(.*?)`", text))) for rooms, text in rows}
+    named = {room: names for rooms, names in code.items() for room in re.findall(r"`(\w+)/`", rooms)}
+    for module in (ROOT / "src" / "slipstream").glob("*/*"):
+        entry = f"{module.name}/" if module.is_dir() else module.stem
+        if (module.suffix == ".py" or (module / "__init__.py").exists()) and entry != "__init__":
+            assert entry in named[module.parent.name] or module.parent.name == "compat", f"{module.parent.name}/{entry}"
+
+
 def test_links_lead_somewhere() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "examples").rglob("*.md")):
         for link in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
