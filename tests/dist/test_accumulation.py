@@ -183,6 +183,8 @@ def test_one_window_takes_one_kind_of_loss() -> None:
     engine.step()
     with pytest.raises(ValueError, match="scale_wrt_gas"):
         engine.backward(engine(toy.tokens(engine.rank, 0)), scale_wrt_gas=False)
+    engine.zero_grad()
+    engine.backward(engine(toy.tokens(engine.rank, 0)), scale_wrt_gas=False)
     engine.destroy()
 
 

@@ -383,12 +383,19 @@ def test_engines_of_one_process_keep_their_checkpoints_apart(
     resumed = engine_of("disk")
     assert torch.equal(toy.checksum(resumed), wanted) and not caplog.text
     resumed.destroy()
+    resumed = engine_of("disk")
+    engines.clear()  # a notebook's cell that runs again replaces its engine only when the new one is there
+    train(resumed := engine_of("disk"))
+    assert not caplog.text
+    resumed.destroy()
     train(older)
     train(older)
     assert tags(tmp_path / "disk") == ["global_step1", "global_step4"], "the other has ended"
     idle = engine_of("disk/../disk", every_steps=1)  # as a reference model, which never steps
     both = engine_of("disk")
+    train(both)
     assert "another engine of this process has resumed from" in caplog.text
+    both.destroy()
     train(older)
     train(older)
     first, second = (engine_of(name, memory_every_steps=1) for name in ("one", "./one"))
@@ -396,7 +403,7 @@ def test_engines_of_one_process_keep_their_checkpoints_apart(
     train(second)
     with pytest.raises(ValueError, match="two engines"):
         train(first)
-    for engine in (idle, both, older, first, second):
+    for engine in (idle, older, first, second):
         engine.destroy()
     sums = [train(engine_of(name, memory_every_steps=1)) for name in ("g", "d")]
     for engine in engines[-2:]:

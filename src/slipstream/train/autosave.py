@@ -12,6 +12,7 @@ again". Other engines of the process that listen to the same signal are saved at
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -64,12 +65,14 @@ class Autosave:
 
     def __init__(self, plan: CheckpointPlan, mesh: Mesh) -> None:
         self.plan, self.is_first, self._group, self._world = plan, mesh.is_first, mesh.world.group, mesh.world
+        self.place = os.path.abspath(plan.folder or "")
         self.loaded = False
         self.hosts: Hosts | None = None  # if there are several, each with a folder in memory
         self.memory = self._find_memory(mesh.world) if plan.memory_every_steps else None
         self._last = time.monotonic()
         self.signal = 0
-        self.engine: Callable[[], Saved | None] = lambda: None  # returns the engine once it has stepped, and while it lives
+        self.engine: Callable[[], Saved | None] = lambda: None  # set by the engine; returns it while it lives
+        self.has_stepped = False  # an engine that never steps (a reference model) saves nothing
         self._handlers: list[_Handler] = []
         if plan.folder is not None and threading.current_thread() is threading.main_thread():
             self._handlers = [_Handler.join(self, signal.Signals[name]) for name in plan.on_signal]
@@ -98,9 +101,9 @@ class Autosave:
         self._warn_of_restart(engine)
         if self.plan.folder is None:
             return
-        if self.engine() is None:  # first step; an engine that never steps (a reference model) saves nothing
-            _newest[os.path.abspath(self.plan.folder)] = self
-        self.engine = weakref.ref(engine)
+        if not self.has_stepped:
+            self.has_stepped, _newest[self.place] = True, self
+            self._warn_of_shared_weights()
         to_disk = save_request or _is_due(engine.global_steps, self.plan.every_steps)
         in_memory = self.memory if not to_disk and _is_due(engine.global_steps, self.plan.memory_every_steps) else None
         if not to_disk and in_memory is None:
@@ -129,9 +132,23 @@ class Autosave:
                 'slipstream.checkpoint to {"folder": ..., "every_steps": ...}'
             )
 
+    def _warn_of_shared_weights(self) -> None:
+        if self.is_first and self._shares_weights():
+            gc.collect()  # an engine that a notebook's cell has replaced lives until then
+            if self._shares_weights():
+                logger.warning(
+                    "another engine of this process has resumed from slipstream.checkpoint.folder %r, too: if it is a reference "
+                    'that is not trained, give it "resume": false, or it starts with the trained weights',
+                    self.plan.folder,
+                )
+
+    def _shares_weights(self) -> bool:
+        others = _resumed - {self} if self in _resumed else ()
+        return any(other.place == self.place and other.engine() is not None for other in others)
+
     def _check_alone(self, folder: str) -> None:
         """Raises ValueError if a newer engine of this process trains with the folder."""
-        if _newest.get(os.path.abspath(folder), self) is not self:
+        if _newest.get(self.place, self) is not self:
             raise ValueError(
                 f"two engines of this process save to slipstream.checkpoint.folder {folder!r}, and each would overwrite "
                 f"the other's checkpoints and resume from them: give each a folder of its own, or end one with its destroy()"
@@ -151,7 +168,7 @@ class Autosave:
 
     def _savable(self, other: Autosave) -> Saved | None:
         """The engine of another folder, if this one's ranks can save it."""
-        engine = other.engine()
+        engine = other.engine() if other.has_stepped else None
         if engine is None or other.plan.folder == self.plan.folder or not set(other._world.ranks) <= set(self._world.ranks):
             return None
         try:
@@ -174,17 +191,10 @@ class Autosave:
         """Load the newest checkpoint of the folder or in memory, if the config asks for it. Collective."""
         if self.plan.folder is None or not self.plan.resume:
             return
-        place, memory = os.path.abspath(self.plan.folder), self.memory
-        is_in_memory = memory is not None and self._resume_from_memory(engine, memory, self.plan.folder)
-        if not is_in_memory and any(self._world.gather(os.path.isdir(place))):  # a new host may lack the folder
+        is_in_memory = self.memory is not None and self._resume_from_memory(engine, self.memory, self.plan.folder)
+        if not is_in_memory and any(self._world.gather(os.path.isdir(self.place))):  # a new host may lack the folder
             engine.load_checkpoint(self.plan.folder)
         if self.loaded:
-            if self.is_first and any(os.path.abspath(str(other.plan.folder)) == place for other in _resumed):
-                logger.warning(
-                    "another engine of this process has resumed from slipstream.checkpoint.folder %r, too: if one of them is a "
-                    'reference that is not trained, give it "resume": false, or it has the weights of the other',
-                    self.plan.folder,
-                )
             _resumed.add(self)
 
     def _resume_from_memory(self, engine: Saved, memory: str, disk: str) -> bool:
@@ -203,9 +213,8 @@ class Autosave:
 
     def close(self) -> None:
         """Give the folder and the signals back."""
-        place = os.path.abspath(self.plan.folder or "")
-        if _newest.get(place) is self:
-            del _newest[place]
+        if _newest.get(self.place) is self:
+            del _newest[self.place]
         _resumed.discard(self)
         while self._handlers:
             self._handlers.pop().leave(self)
@@ -234,8 +243,9 @@ class _Handler:
         return handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.engines and not any(each.signal for each in self.engines):
-            for each in self.engines:
+        listening = [each for each in self.engines if each.engine() is not None]
+        if listening and not any(each.signal for each in listening):
+            for each in listening:
                 each.signal = number
             return
         for each in list(self.engines):

@@ -105,6 +105,7 @@ class Engine(nn.Module):
         self.watch, self.gate, self.precision = states.watch, states.gate, precision
         states.homes.check = _weak(states.check_disk)  # the model's hooks must not keep the states alive
         self.saves = Saves(states)
+        self.saves.auto.engine = weakref.ref(self)
         self.operation: Surgery | None = None  # the open surgery
         self.optimizer: Any = None  # `initialize` sets this and the next two
         self.lr_scheduler: Any = None
@@ -297,6 +298,7 @@ class Engine(nn.Module):
         for unit in self.units:
             unit.forget_gradients()
         self.states.hooks.forget_backwards()
+        self.window.divides = None
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss scaled like the engine's outputs (fp16, `elastic_batch`). For a loss that does not depend on those
@@ -489,7 +491,6 @@ class Engine(nn.Module):
             if path is not None:  # a new window of the current plan, whatever the saved accumulation was
                 self.zero_grad()
                 self.micro_steps = self.global_steps * (self.plan.batch.accumulation if self.plan.batch.managed else 1)
-                self.window.divides = None
             return path, client_state
 
     @contextmanager
