@@ -144,6 +144,23 @@ def test_ignore_unused_parameters(transport: str) -> None:
             engine.destroy()
 
 
+@distributed(world_size=2)
+def test_enable_sanity_checks() -> None:
+    """Ranks that write different values, unseen by version counters, all get an error; after equal values, the engine continues."""
+    for stage in (0, 1, 2):
+        engine = toy.make(toy.seeded(toy.Lm), stage, zero_optimization={"enable_sanity_checks": True})
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        bias = engine.module.blocks[1].up.bias.data
+        before = bias.clone()
+        bias[3] += float(engine.rank)
+        with pytest.raises(ValueError, match=r"'blocks.1.up.bias' has different values on different ranks"):
+            toy.step(engine, toy.tokens(engine.rank, 1))
+        bias.copy_(before)
+        engine.step()
+        assert engine.global_steps == 2
+        engine.destroy()
+
+
 @contextmanager
 def log() -> Iterator[list[str]]:
     """Capture the package's log."""

@@ -756,6 +756,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "data_types.buffer_dtype": dtypes,
     "data_types.keep_in_fp32_modules": st.sampled_from(["auto", [], ["e_score*"]]),
     "zero_optimization.ignore_unused_parameters": st.booleans(),
+    "zero_optimization.enable_sanity_checks": st.booleans(),
     "zero_optimization.stage": st.integers(0, 3),
     "zero_optimization.zero_quantized_weights": flags,
     "zero_optimization.zero_quantized_nontrainable_weights": flags,

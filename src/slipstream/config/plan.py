@@ -203,6 +203,7 @@ class ZeroPlan:
     reduce_op: Literal["mean", "sum"] = key("gradient_allreduce_op")
     # Parameters without a gradient; otherwise the step raises an error.
     ignore_unused: bool = key("zero_optimization.ignore_unused_parameters")
+    compares_weights: bool = key("zero_optimization.enable_sanity_checks")  # each step, those that are replicated
 
 
 def _has_rounds(plan: LocalStepsPlan) -> bool:

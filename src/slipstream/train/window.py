@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.config.plan import Plan
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis
+from slipstream.zero import access
 from slipstream.zero.comm import Pending, first_said
 from slipstream.zero.hooks import NUM_BUFFERS, Phase
 from slipstream.zero.shown import check_writes
@@ -82,6 +83,8 @@ def finish(states: States, alpha: float) -> None:
         hooks.abandon_backward()
     if hooks.landed is not None:
         refuse_unused(states, hooks.landed)
+    if states.plan.zero.compares_weights:
+        refuse_apart(states)
     if any(unit.placement.grads for unit in states.units if unit.trainable):
         reduce_leftovers(states)
     settle(states, alpha)
@@ -101,6 +104,15 @@ def refuse_unused(states: States, landed: AbstractSet[tuple[int, int]]) -> None:
         raise UnusedParameterError(
             f"parameter {name!r} got no gradient on rank {rank} since the last step, and "
             f"zero_optimization.ignore_unused_parameters is false: use the parameter in the loss, freeze it, or set the key to true"
+        )
+
+
+def refuse_apart(states: States) -> None:
+    """Raise ValueError on all ranks for the first parameter whose replicated weights differ between ranks. Collective."""
+    if first := first_said(access.first_apart(states.units), states.replica.axis):
+        raise ValueError(
+            f"parameter {first[1]!r} has different values on different ranks: it was written on some of them only, or differently "
+            "(`p.data` or in place). Write the same on all ranks, or write inside `with slipstream.zero.gathered(param):`"
         )
 
 

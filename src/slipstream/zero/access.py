@@ -298,19 +298,33 @@ def _changed(chosen: Mapping[Unit, Sequence[int]], copies: Mapping[Unit, Tensor]
 
 def _change(unit: Unit, i: int, copy: Tensor, sums: bool) -> tuple[float, float, float]:
     """Whether parameter i has changed in `copy`, as far as this rank knows (its own span, if weights are sharded); with `sums`,
-    also the halves of a checksum of all values.
-
-    Each word is multiplied by an odd number that depends on its position, so changed bits or swapped words do not cancel out.
-    """
+    also the halves of a checksum of all values."""
     slot = unit.layout.slots[i]
     inside, of_param = slot.common(unit.span if unit.placement.weights else (0, unit.layout.numel))
     old = (unit.weights if unit.placement.weights else MemoryStore(unit.full)).get(inside.start, inside.stop).to(copy.device)
     is_changed = not torch.equal(copy[slice(*slot.span)][of_param].view(torch.uint8), old.view(torch.uint8))
-    if not sums:
-        return float(is_changed), 0.0, 0.0
-    words = copy[slot.offset : slot.offset + round_up(slot.numel, ALIGN)].view(torch.int64)
+    return float(is_changed), *(_checksum(slot, copy) if sums else (0.0, 0.0))
+
+
+def _checksum(slot: Slot, values: Tensor) -> tuple[float, float]:
+    """The halves of a checksum of a parameter's values in those of its unit.
+
+    Each word is multiplied by an odd number that depends on its position, so changed bits or swapped words do not cancel out.
+    """
+    words = values[slot.offset : slot.offset + round_up(slot.numel, ALIGN)].view(torch.int64)
     checksum = int((torch.arange(1, 2 * len(words) + 1, 2, device=words.device).mul_(words)).sum())
-    return float(is_changed), float(checksum & 0xFFFFFFFF), float(checksum >> 32)  # exact in float64
+    return float(checksum & 0xFFFFFFFF), float(checksum >> 32)  # exact in float64
+
+
+def first_apart(units: Iterable[Unit]) -> str:
+    """The name of the first parameter whose replicated weights differ between ranks; "" if there is none. Collective."""
+    apart: list[str] = []
+    for unit in units:
+        if not unit.placement.weights:
+            own = [half for slot in unit.layout.slots for half in _checksum(slot, unit.full)]
+            rows = _equals(unit).exchange(torch.tensor(own, dtype=torch.float64))
+            apart += [unit.names[k // 2] for k in (rows != rows[0]).any(0).nonzero().flatten().tolist()]
+    return next(iter(apart), "")
 
 
 def write_back(unit: Unit, indices: Iterable[int], values: Tensor) -> None:
