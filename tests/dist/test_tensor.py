@@ -767,12 +767,19 @@ def test_slices_of_your_own(stage: int, prefix: str, transport: str, tmp_path: P
 
 @distributed(world_size=2)
 def test_deepspeeds_tp_model_init() -> None:
+    from slipstream.compat.zero import GatherReplacedLayerParams
     from slipstream.parallel.slicing import tp_model_init
 
-    model = tp_model_init(build("llama"), tp_size=2, dtype=torch.float32)
-    engine = slipstream.initialize(model=model, config=settings(1))[0]
-    assert engine.mesh.tp.size == 2 and model.model.layers[0].mlp.up_proj.weight.shape == (24, 32)
-    engine.destroy()
+    for stage in (1, 3):
+        model = tp_model_init(build("llama"), tp_size=2, dtype=torch.float32)
+        engine = slipstream.initialize(model=model, config=settings(stage))[0]
+        assert engine.mesh.tp.size == 2 and model.model.layers[0].mlp.up_proj.weight.shape == (24, 32)
+        state = engine.state_dict()
+        for name, param in model.named_parameters():  # as OpenRLHF sends weights to vLLM
+            with GatherReplacedLayerParams([param], model, enabled=True):
+                assert torch.equal(param.data, state[name])
+        assert model.model.layers[0].mlp.up_proj.weight.shape == (24, 32)
+        engine.destroy()
     with pytest.raises(ValueError, match=r"slipstream.mesh.tp \(1\) and the model or an argument \(2\)"):
         slipstream.initialize(model=tp_model_init(build("llama"), 2), config=settings(1, slipstream={"mesh": {"tp": 1}}))
     tp_model_init(build("llama"), 2, config=settings(1, tensor_parallel={"autotp_size": 2}), tp_group=dist.group.WORLD)

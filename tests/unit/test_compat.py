@@ -95,7 +95,7 @@ def test_a_missing_name_says_why(deepspeed: ModuleType) -> None:
             with pytest.raises(ImportError, match="is not built yet") as imported:
                 exec(f"from {module} import {attribute}")
             assert why in str(error.value) and why in str(imported.value)
-    with pytest.raises(ImportError, match="the inside of DeepSpeed's layer"):
+    with pytest.raises(ImportError, match="internals of DeepSpeed's MoE layer"):
         exec("from deepspeed.moe.layer import Experts")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("deepspeed.nothing")

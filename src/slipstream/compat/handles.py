@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,25 +23,27 @@ from slipstream.train.precision import _Scale
 from slipstream.zero import access
 
 
-class LossScaleConfig(NamedTuple):
-    """The current loss scaling. Fields that apply only to a dynamic scale are None for a static one."""
+class LossScaleConfig:
+    """The current loss scaling; only `cur_scale` can be set. Values that only a dynamic scale has are None for a static one."""
 
-    use_grad_scaling: bool
-    dynamic_loss_scale: bool
-    cur_iter: int
-    cur_scale: float
-    last_overflow_iter: int | None = None
-    scale_factor: float | None = None
-    scale_window: int | None = None
-    min_loss_scale: float | None = None
-
-    @property
-    def loss_scale(self) -> float:
-        return self.cur_scale
+    def __init__(self, handle: DeepSpeedOptimizerHandle) -> None:
+        precision = handle.engine.precision
+        scaler = precision.scaler
+        moves = scaler.plan if scaler.dynamic else None
+        self._handle, self.cur_iter, self.use_grad_scaling = handle, handle.cur_iter, precision.scales
+        self.dynamic = self.dynamic_loss_scale = scaler.dynamic
+        self.last_overflow_iter = moves and handle.cur_iter - scaler.clean_steps - 1
+        self.scale_factor, self.scale_window, self.min_loss_scale = moves and 2.0, moves and moves.window, moves and moves.minimum
 
     @property
-    def dynamic(self) -> bool:
-        return self.dynamic_loss_scale
+    def cur_scale(self) -> float:
+        return self._handle.cur_scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        self._handle.cur_scale = scale
+
+    loss_scale = cur_scale
 
 
 class DeepSpeedOptimizerHandle(OptimizerHandle):
@@ -76,20 +78,7 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
             raise RuntimeError(f"optimizer.cur_scale set after {self.engine.backwards} backward passes of a window; set it before")
         self.engine.precision.scaler.set(float(scale))
 
-    @property
-    def loss_scale_config(self) -> LossScaleConfig:
-        scaler = self.engine.precision.scaler
-        now = LossScaleConfig(self.engine.precision.scales, scaler.dynamic, self.cur_iter, self.cur_scale)
-        if not scaler.dynamic or scaler.plan is None:
-            return now
-        return now._replace(
-            last_overflow_iter=self.cur_iter - scaler.clean_steps - 1,
-            scale_factor=2.0,
-            scale_window=scaler.plan.window,
-            min_loss_scale=scaler.plan.minimum,
-        )
-
-    loss_scaler = loss_scale_config
+    loss_scale_config = loss_scaler = property(LossScaleConfig)
 
     def refresh_fp32_params(self) -> None:
         """Copy weights written through `param.data` into the masters. Not needed after in-place writes to `param`."""

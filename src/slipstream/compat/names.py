@@ -31,6 +31,7 @@ inference.quantization.quantization compat.zero: _init_group_wise_weight_quantiz
 inference.config compat.inference: DeepSpeedInferenceConfig
 ops.transformer fused: DeepSpeedTransformerConfig DeepSpeedTransformerLayer
 module_inject fused: replace_transformer_layer
+module_inject.layers compat.zero: GatherReplacedLayerParams
 runtime compat.handles: DeepSpeedOptimizer ZeROOptimizer
 runtime.hybrid_engine compat.rollout: DeepSpeedHybridEngine
 runtime.rollout compat.rollout: HybridEngineRollout JSDLossOutput ResponseTokenBatch generalized_jsd_loss RolloutBatch RolloutEngine
@@ -205,61 +206,61 @@ runtime.zero.config: runtime.zero.offload_config
 # What is missing. Rows: all other names of a module, MODULE/NAME, or METHOD() of the engine; the reason, and an alternative
 _MISSING = """
 runtime.zero/TiledLinearReturnBias: a tiled linear layer that returns its bias; TiledLinear adds it
-runtime.zero/MiCS_Optimizer runtime.zero/MiCS_Offload runtime.zero.mics_utils: the MiCS classes; set
-    zero_optimization.mics_shard_size in the config, which does the same at stage 3
+runtime.zero/MiCS_Optimizer runtime.zero/MiCS_Offload runtime.zero.mics_utils: DeepSpeed's MiCS classes;
+    zero_optimization.mics_shard_size in the config does the same at stage 3
 runtime.zero.stage_1_and_2 runtime.zero.stage3 runtime.utils: DeepSpeed's internals (flat groups, experts, hooks); engine.explain()
     and engine.units show Slipstream's
 runtime.fp16.loss_scaler: loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings
-runtime.config: the inside of DeepSpeed's config; DeepSpeedConfig has its values as attributes
-runtime.sequence_parallel.ulysses_sp sequence: the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is
-    served
-runtime.fp16.onebit: the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
+runtime.config: internals of DeepSpeed's config; DeepSpeedConfig has its values as attributes
+runtime.sequence_parallel.ulysses_sp sequence: internals of DeepSpeed's sequence parallelism; docs/PARALLELISM.md lists what is
+    supported
+runtime.fp16.onebit: internals of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
 runtime.sparse_tensor runtime.engine/split_half_float_double_sparse sparse_allreduce() sparse_allreduce_bucket()
-    sparse_allreduce_no_retain() sparse_all_gather(): DeepSpeed's sums of rows; "sparse_gradients": true in the config sends only
-    those rows of embeddings' gradients that are not 0
-runtime.comm.coalesced_collectives: DeepSpeed's reductions of gradients; communication_data_type int4 sends the engine's in codes,
-    and torch.distributed.reduce_scatter_tensor reduces those of a script
-runtime.comm: a transport of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
-runtime.lr_schedules: the inside of DeepSpeed's schedules; the config's scheduler sets the rate
-runtime.weight_quantizer: quantization of Megatron's files; slipstream.quantize packs a model's layers
+    sparse_allreduce_no_retain() sparse_all_gather(): DeepSpeed's reduction of sparse gradients; with "sparse_gradients": true in
+    the config, the engine sends only the nonzero rows of embeddings' gradients
+runtime.comm.coalesced_collectives: DeepSpeed's gradient reductions; with communication_data_type int4 the engine sends its
+    gradients in codes, and torch.distributed.reduce_scatter_tensor reduces a script's own
+runtime.comm: communication backends of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
+runtime.lr_schedules: internals of DeepSpeed's schedules; the config's scheduler sets the learning rate
+runtime.weight_quantizer: quantization of Megatron's checkpoints; slipstream.quantize quantizes a model's layers
 runtime.pipe.schedule/DualPipeVSchedule runtime.pipe.schedule/CommitP2P: instructions of DeepSpeed's DualPipeV; a DualPipeVModule,
     or slipstream.pipeline.schedule "v", trains in this order
-runtime.pipe: the inside of DeepSpeed's pipeline; engine.schedule holds the order of this engine's steps
-runtime.data_pipeline: the inside of DeepSpeed's data efficiency; the config's data_efficiency works, and slipstream.data has its
+runtime.pipe: internals of DeepSpeed's pipeline; engine.schedule has the order of this engine's actions
+runtime.data_pipeline: internals of DeepSpeed's data efficiency; the config's data_efficiency works, and slipstream.data has its
     parts
-runtime.hybrid_engine: the inside of DeepSpeed's hybrid engine; engine.generate is served
-runtime.rollout: a rollout by another server; slipstream.handover.send hands it the weights
-moe load_moe_state_dict(): the inside of DeepSpeed's layer; slipstream.moe has ours
-utils.groups/initialize: has no effect in DeepSpeed either: pass ep_size to deepspeed.moe.layer.MoE
-ops.transformer: the inference kernels of DeepSpeed; init_inference has its own
+runtime.hybrid_engine: internals of DeepSpeed's hybrid engine; engine.generate() generates
+runtime.rollout: rollouts by an external server; slipstream.handover.send sends it the weights
+moe load_moe_state_dict(): internals of DeepSpeed's MoE layer; slipstream.moe has Slipstream's
+utils.groups/initialize: a function without effect, in DeepSpeed too; pass ep_size to deepspeed.moe.layer.MoE
+ops.transformer: DeepSpeed's inference kernels; init_inference uses Slipstream's
 ops.op_builder: DeepSpeed's op builders; Slipstream's kernels are built when it is installed
-ops.aio: the asynchronous file handle; offload_optimizer and offload_param use the disk
+ops.aio: DeepSpeed's handle for asynchronous file I/O; offload_optimizer and offload_param store states on disk
 inference/build_engine_from_ds_checkpoint inference.v2/build_engine_from_ds_checkpoint: DeepSpeed's flattened weights;
-    build_hf_engine opens the model's own folder
-inference: the inside of DeepSpeed's serving engines; init_inference, build_hf_engine and `slipstream serve` serve models
-module_inject: kernel injection; init_inference(replace_with_kernel_inject=True) chooses the kernels
-elasticity: the inside of DeepSpeed's elasticity; `slipstream run --elastic MIN:MAX` is the agent
-utils.zero_to_fp32: a reader of DeepSpeed's files; get_fp32_state_dict_from_zero_checkpoint reads both kinds
+    build_hf_engine loads a Hugging Face folder
+inference: internals of DeepSpeed's serving engines; init_inference, build_hf_engine and `slipstream serve` serve models
+module_inject: DeepSpeed's kernel injection; init_inference(replace_with_kernel_inject=True) uses Slipstream's kernels
+elasticity: internals of DeepSpeed's elastic agent; use `slipstream run --elastic MIN:MAX`
+utils.zero_to_fp32: internals of DeepSpeed's checkpoint reader; get_fp32_state_dict_from_zero_checkpoint reads both formats
 linear: DeepSpeed's quantized LoRA layers; use PEFT
 autotuning autotuning_metric() autotuning_metric_path() autotuning_model_info_path() autotuning_profile_model_info()
     autotuning_start_profile_step() autotuning_end_profile_step(): autotuning runs outside the script: `deepspeed --autotuning`, or
     `slipstream tune`
 train_batch() eval_batch(): a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch),
     with engine.backward(loss) and engine.step() to train, under torch.no_grad() to evaluate
-runtime.quantize quantizer() compression: the inside of DeepSpeed's compression; compression_training in the config, or
+runtime.quantize quantizer() compression: internals of DeepSpeed's compression; compression_training in the config, or
     init_compression(model, config), quantizes and prunes the modules that it names
-compression.basic_layer/ColumnParallelLinear_Compress compression.basic_layer/RowParallelLinear_Compress: compressed slices of an
-    mpu's layers; compress whole layers, which zero_optimization.stage 3 shards
+compression.basic_layer/ColumnParallelLinear_Compress compression.basic_layer/RowParallelLinear_Compress: compression of layers that
+    an mpu has sliced; compress whole layers, and shard them with zero_optimization.stage 3
 allreduce_gradients() allreduce_bucket() allreduce_and_copy() allreduce_no_retain() buffered_allreduce_fallback(): the engine
     reduces gradients during backward and step
 clip_fp32_gradients(): step() clips gradients to gradient_clipping
 register_compile_pass() get_compile_time() get_deepcompile_backend() get_deepspeed_compile_backend() get_autosp_backend()
     get_autotp_backend() compile_zero_optimization_stage() compile_autosp() compile_autotp() uses_parallelization_pass_only():
-    DeepCompile; engine.compile() is torch.compile
-print_forward_breakdown(): the time inside of DeepSpeed's layers; flops_profiler has that of each module
+    DeepCompile; engine.compile() calls torch.compile
+print_forward_breakdown(): times inside DeepSpeed's layers; flops_profiler has the time of each module
 is_first_weights_partition_group(): DeepSpeed's process groups; engine.mesh has the data axes
-dynamic_loss_scale_args(): the scaler's arguments as a dictionary; engine.plan.precision.loss_scale has them
-swap_tensor_config(): the object behind offload_param; engine.plan.offload has the devices of offloaded states
+dynamic_loss_scale_args(): the loss scaler's arguments as a dictionary; engine.plan.precision.loss_scale has them
+swap_tensor_config(): DeepSpeed's object for offload_param; engine.plan.offload has the devices of offloaded states
 get_optimizer_configuration(): DeepSpeed's choice of an optimizer class; use type(engine.optimizer) or optimizer_name()
 collect_python_gc(): control of Python's garbage collector; call gc.collect()
 """

@@ -492,6 +492,17 @@ def unwrap_model_for_generation(engine: Engine) -> Iterator[nn.Module]:
         yield engine.module
 
 
+@contextmanager
+def GatherReplacedLayerParams(params: Any, module: nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Inside, parameters of sliced layers are whole, to be read; what is written is discarded. Collective."""
+    chosen = access.units_of([params] if isinstance(params, nn.Parameter) else params) if enabled else {}
+    with access.gathered_units(chosen, None, write=False):
+        for unit, indices in chosen.items():
+            for i in indices:
+                unit.params[i].data = access.whole_of(unit.params[i].data, unit, i)
+        yield
+
+
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """A no-op: a forward gathers every parameter that it reads, even outside the parameter's module."""
 
