@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.rewriting import compile_all
+
 FAILED, NO_TESTS = 1, 5  # pytest's exit codes if a test failed, and if no test was selected
 AGAIN = 5  # more failures than these are no matter of chance
 FAILURES = Path(".pytest_cache/v/cache/lastfailed")
@@ -35,6 +37,7 @@ def main(arguments: list[str]) -> int:
     everything = "--all" in arguments
     arguments = [argument for argument in arguments if argument != "--all"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"SLIPSTREAM_TESTS": "all"} if everything else {})
+    compile_all(Path(__file__).parent)
     speed = "" if everything else " and not slow"
     codes = []
     if not {"--lf", "--last-failed"} & set(arguments):

@@ -13,7 +13,6 @@ earlier would reset the connections of ranks inside a collective), then cleans u
 `faulthandler` writes all stacks to stderr on `DUMP`; `INTERRUPT` raises `Interrupted` in a running test.
 """
 
-import ast
 import contextlib
 import faulthandler
 import gc
@@ -39,12 +38,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _pytest.assertion.rewrite import rewrite_asserts
 from _pytest.config import apply_warning_filters
 
 from tests.budget import spent_here
 from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report, Status
 from tests.on_gpu import tensors_of_tests
+from tests.rewriting import compiled
 
 # Imported once for all workers, because most tests import them: together nine processor seconds.
 # Hypothesis warns if it is first imported after a plugin's objects were frozen: it then cannot see their referrers.
@@ -277,11 +276,7 @@ class _Rewriting(importlib.machinery.SourceFileLoader):
     """Imports a test module as pytest does, so that a failed assert shows its values."""
 
     def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        source = self.get_data(path)
-        tree = ast.parse(source, path)
-        rewrite_asserts(tree, source, path)
-        return compile(tree, path, "exec", dont_inherit=True)
+        return compiled(Path(self.get_filename(fullname)))
 
 
 def _load(job: Job) -> Callable[..., object]:
