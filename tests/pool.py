@@ -44,6 +44,7 @@ from tests.on_gpu import ON_GPU
 MAX_WORLD = 8
 GRACE_S = 0.3  # after the first failure, for the other ranks to report their own failures
 PATIENCE_S = 2.0  # after the interrupt, for the other ranks to react
+STACKS_S = 5.0  # for a rank to write its stacks; on a loaded machine it runs seldom
 CLEAN_UP_S = 15.0
 START_S = 120.0
 OUTPUT_TAIL = 8000  # characters of each rank's output in a failure
@@ -93,12 +94,12 @@ class _Worker:
 
     def stacks(self) -> str:
         """Every thread's Python stack, even of a blocked process. The process must be killed afterwards."""
-        self._output_end = start = self._size()
+        self._output_end = start = seen = self._size()
         _signal(self.pid, DUMP)
-        deadline = time.monotonic() + 1.0
-        while "most recent call first" not in self._read(start, self._size()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.05)
+        deadline = time.monotonic() + STACKS_S
+        while ((size := self._size()) == start or size > seen) and time.monotonic() < deadline:  # until it writes no more
+            seen = size
+            time.sleep(0.2)
         return self._read(start, self._size()) or "(no stack: the process does not answer)"
 
     def exit_code(self) -> int:
