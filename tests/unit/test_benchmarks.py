@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from benchmarks import __main__ as command
@@ -21,45 +18,16 @@ from benchmarks.ranks import Ranks
 from benchmarks.report import RESULTS, head, sections, write_section
 from benchmarks.worker import Failed, Worker
 
-if TYPE_CHECKING:
-    from benchmarks.worker import Channel
-
 ROOT = Path(__file__).resolve().parents[2]
-HERE = "tests.unit.test_benchmarks"
+TARGETS = "tests.unit.echo"
 STAMP = re.compile(
     r"^Commit ([0-9a-f]{7,}|unknown)( \+ changes)?, \d{4}-\d\d-\d\d \d\d:\d\d UTC, level (\d)\. .*\d+ cores, .*\d+ GiB;", re.M
 )
 
 
-# -- targets of workers --
-
-
-def echo(channel: Channel, word: str = "") -> None:
-    def leave() -> None:
-        print("some last words", file=sys.stderr, flush=True)
-        os._exit(7)
-
-    def wrong() -> None:
-        raise ValueError("a handler's reason")
-
-    print("libraries print", flush=True)  # goes to the log
-    handlers: dict[str, Callable[..., Any]] = {
-        "say": lambda times=1: word * times,
-        "rank": lambda: [os.environ["RANK"], os.environ["WORLD_SIZE"], len(os.sched_getaffinity(0))],
-        "wait": lambda: time.sleep(60),
-        "leave": leave,
-        "wrong": wrong,
-    }
-    channel.serve(handlers)
-
-
-def broken(channel: Channel) -> None:
-    raise KeyError("not set up")
-
-
 @pytest.fixture
 def one() -> Any:
-    with Worker(f"{HERE}:echo", {"word": "ab"}, name="one") as started:
+    with Worker(f"{TARGETS}:echo", {"word": "ab"}, name="one") as started:
         started.ready(60)
         yield started
 
@@ -76,11 +44,7 @@ def test_a_worker_replies_and_may_be_stopped(one: Worker) -> None:
 
 @pytest.mark.parametrize(
     ("handler", "reason"),
-    [
-        ("wrong", "ValueError: a handler's reason"),
-        pytest.param("leave", "exit code 7; some last words", marks=pytest.mark.slow),
-        pytest.param("none", "KeyError", marks=pytest.mark.slow),
-    ],
+    [("wrong", "ValueError: a handler's reason"), ("leave", "exit code 7; some last words"), ("none", "KeyError")],
 )
 def test_a_worker_that_fails_says_why(one: Worker, handler: str, reason: str) -> None:
     with pytest.raises(Failed, match="one: ") as error:
@@ -91,21 +55,19 @@ def test_a_worker_that_fails_says_why(one: Worker, handler: str, reason: str) ->
 
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="there is no python"):
-        Worker(f"{HERE}:echo", python=tmp_path / "python")
-    with Worker(f"{HERE}:broken") as started, pytest.raises(Failed, match="not set up"):
+        Worker(f"{TARGETS}:echo", python=tmp_path / "python")
+    with Worker(f"{TARGETS}:broken") as started, pytest.raises(Failed, match="not set up"):
         started.ready(60)
 
 
-@pytest.mark.slow
 def test_a_closed_worker_is_gone_even_if_it_was_stopped(one: Worker) -> None:
     one.stop()
     one.close()
     assert not Path(f"/proc/{one.pid}").exists()
 
 
-@pytest.mark.slow
 def test_ranks_reply_in_order_and_a_dead_one_does_not_block() -> None:
-    with Ranks(f"{HERE}:echo", {}, 2, name="pair") as ranks:
+    with Ranks(f"{TARGETS}:echo", {}, 2, name="pair") as ranks:
         assert ranks.call("rank") == [["0", "2", 1], ["1", "2", 1]]
         for rank, handler in zip(ranks._workers, ("wait", "leave"), strict=True):
             rank.ask(handler)

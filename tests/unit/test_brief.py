@@ -1,5 +1,7 @@
 """Errors that say it all in their words are printed without the frames of torch and slipstream."""
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 from slipstream.launch.worker import RankPlace, describe
 from slipstream.world import brief
 from slipstream.world.watch import PeerLostError, Watch
+from tests.pool import run
 
 WORDS = "slipstream.world.watch.PeerLostError: rank 1 has ended its script\nrank 0 waited in a collective of torch's"
 
@@ -89,18 +92,24 @@ signal.raise_signal(signal.SIGINT)
     assert "Traceback" not in done.stderr and done.returncode in (130, -signal.SIGINT)
 
 
+def told(script: Path) -> str:
+    """What Python prints of the error that ends a script."""
+    os.environ.pop(brief.SWITCH, None)
+    with contextlib.chdir(script.parent), contextlib.redirect_stderr(io.StringIO()) as output:
+        try:
+            exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+    return output.getvalue()
+
+
 def test_a_config_error_names_the_file_and_has_no_frames_of_ours(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 1, "zero_optimization": {"stage": 4}}')
-    (tmp_path / "train.py").write_text(
-        "import torch, slipstream\nslipstream.initialize(model=torch.nn.Linear(2, 2), config='ds.json')\n"
-    )
-    env = {name: value for name, value in os.environ.items() if name != brief.SWITCH}
-    done = subprocess.run(
-        [sys.executable, "train.py"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 1
+    script = tmp_path / "train.py"
+    script.write_text("import torch, slipstream\nslipstream.initialize(model=torch.nn.Linear(2, 2), config='ds.json')\n")
     error = f"{tmp_path}/ds.json: config key zero_optimization.stage must be 0, 1, 2 or 3, got 4"
-    assert done.stderr.splitlines() == [
+    (text,) = run(1, told, script)
+    assert text.splitlines() == [
         f"slipstream.config.arguments.ConfigError: {error}",
         f'  File "{tmp_path}/train.py", line 2, in <module>',
         "    slipstream.initialize(model=torch.nn.Linear(2, 2), config='ds.json')",

@@ -9,8 +9,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.launch import cli
 from slipstream.launch.bench_disk import choose
 from slipstream.ops import build, words
 from slipstream.ops.disk import ALIGNMENT as PAGE
@@ -361,11 +360,10 @@ def test_ctrl_c_ends_the_wait_and_not_the_transfer() -> None:
 # -- slipstream bench-disk --
 
 
-def test_the_block_of_a_disk_is_printed_and_nothing_is_left(folder: str) -> None:
+def test_the_block_of_a_disk_is_printed_and_nothing_is_left(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench-disk", folder, "--size", "8M", "--block-sizes", "64K,1M", "--depths", "1,4", "--seconds", "0.2", "--json"]
-    done = subprocess.run([sys.executable, "-m", "slipstream.launch.cli", *arguments], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    assert cli.main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
     settings = [DiskRate(**setting) for setting in found["settings"]]
     assert [(setting.block_nbytes, setting.depth) for setting in settings] == [
         (64 << 10, 1),

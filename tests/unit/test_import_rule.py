@@ -83,7 +83,8 @@ def room_of(source: Path, target: tuple[str, ...]) -> str:
 
 def violations(source: Path) -> list[str]:
     errors = []
-    for user, used, inside, where in edges(source):
+    found = list(edges(source))
+    for user, used, inside, where in found:
         if user == used:
             continue
         if used not in SEES.get(user, ()):
@@ -91,7 +92,7 @@ def violations(source: Path) -> list[str]:
         elif user in OUTSIDE and inside and used not in (*BASE, *OUTSIDE):
             errors.append(f"{where}: {user} sees public surfaces only, and this reaches inside {used}")
     graph: dict[str, set[str]] = {}
-    for user, used, *_ in edges(source):
+    for user, used, *_ in found:
         if user != used and user not in OUTSIDE:
             graph.setdefault(user, set()).add(used)
     try:
@@ -192,6 +193,31 @@ def test_import_is_cheap_silent_and_starts_nothing(tmp_path: Path) -> None:
     assert (threads, started) == ("1", "False")
     pulled = [name for name in added if any(name == lazy or name.startswith(f"{lazy}.") for lazy in LAZY)]
     assert not pulled, f"imported where they are not used yet: {pulled}"
+
+
+PARTS = {  # an import -> modules that it does not bring into a process that has torch
+    "slipstream.config": ("pydantic",),
+    "slipstream.checkpoint": ("torch.distributed.checkpoint", "torch.distributed.tensor"),
+    "deepspeed": ("slipstream.train", "pydantic"),
+    "tests.twin": ("slipstream",),
+}
+
+
+def test_parts_bring_only_what_they_need() -> None:
+    code = f"""if True:
+        import importlib, os, sys, torch
+        for name, others in {PARTS}.items():
+            if pid := os.fork():
+                os.waitpid(pid, 0)
+                continue
+            importlib.import_module(name)
+            print(name, *(other for other in others if other in sys.modules), flush=True)
+            os._exit(0)
+    """
+    root = SOURCE.parents[1]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root / "compat" / "deepspeed", root / "src", root)))}
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.stdout.splitlines(), done.stderr) == (list(PARTS), "")
 
 
 @pytest.mark.slow

@@ -81,34 +81,41 @@ def test_scripts_that_do_more_than_import(script: str, is_fit: bool, tmp_path: P
     assert "import numpy" not in map(ast.unparse, walk.found) or "own_patch" in script
 
 
-@pytest.mark.parametrize(
-    ("package", "says"),
-    [
-        ("import os\nos.environ['LEFT'] = 'here'\nrank = os.environ.get('LOCAL_RANK')", "True here True False"),
-        ("import torch\ntorch.linspace(0, 1, 3_000_000).exp().sum()", "False None True True"),  # threads of OpenMP
-        pytest.param("import sys\nsys.path.append('elsewhere')", "False None True True", marks=pytest.mark.slow),
-        pytest.param(
-            "import os, tempfile\nos.environ['LEFT'] = tempfile.mkdtemp()\nos.rmdir(os.environ['LEFT'])",
-            "False /",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("log = open(__file__)", "False None True True", marks=pytest.mark.slow),
-    ],
-)
-def test_imports_after_which_a_fork_would_be_another(package: str, says: str, tmp_path: Path) -> None:
+PACKAGES = {  # what an import does -> what its effects are found to be
+    "import os\nos.environ['LEFT'] = 'here'\nrank = os.environ.get('LOCAL_RANK')": "True here True False",
+    "import sys\nsys.path.append('elsewhere')": "False None True True",
+    "import os, tempfile\nos.environ['LEFT'] = tempfile.mkdtemp()\nos.rmdir(os.environ['LEFT'])": "False /",
+    "log = open(__file__)": "False None True True",
+    "import torch\ntorch.linspace(0, 1, 3_000_000).exp().sum()": "False None True True",  # threads of OpenMP
+}
+
+
+def test_imports_after_which_a_fork_would_be_another(tmp_path: Path) -> None:
+    """The first with the imports that are ours, in a new process; each other one in a fork of that."""
     folder = tmp_path / "site-packages"
     folder.mkdir()
-    (folder / "own_package.py").write_text(package)
-    script = """if True:
+    for i, package in enumerate(PACKAGES):
+        (folder / f"own_package{i}.py").write_text(package)
+    script = f"""if True:
         import ast, os
         from slipstream.launch import zygote
         own = dict(os.environ)
-        imports = zygote._Imports(ast.parse("import own_package").body)
-        print(imports.is_fit, imports.changed.get("LEFT"), imports.fit(own | {"RANK": "1"}), imports.fit(own | {"LOCAL_RANK": "1"}))
+        for i in range({len(PACKAGES)}):
+            if i == 0 or not (pid := os.fork()):
+                imports = zygote._Imports(ast.parse(f"import own_package{{i}}").body)
+                changed, fits = imports.changed.get("LEFT"), [imports.fit(own | {{name: "1"}}) for name in ("RANK", "LOCAL_RANK")]
+                print(imports.is_fit, changed, *fits, flush=True)
+                if i:
+                    os._exit(0)
+            else:
+                os.waitpid(pid, 0)
     """
     env = {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)]), "OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", script], env=os.environ | env, capture_output=True, text=True, check=False)
-    assert done.stdout.strip().startswith(says), done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == len(PACKAGES), done.stderr
+    for package, line in zip(PACKAGES, said, strict=True):
+        assert line.startswith(PACKAGES[package]), package
 
 
 def test_the_source_of_a_worker_is_found_by_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
