@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections import Counter
@@ -692,6 +693,19 @@ def no_descriptor(pid: int) -> int:
     raise OSError("no descriptor is left")
 
 
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """A process whose next file has a number that is too large for select(2)."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 4096), limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for descriptor in held:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("many_files")
 def test_replicas_share_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """They are forks of one process: their answers are one engine's, also with several threads, one that is killed is back from the
     same weights, and their lives do not depend on that process's. A failed fork leaves no open file, one that ends no zombie."""
@@ -733,29 +747,6 @@ def test_replicas_share_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatc
         assert back(3) == parent(other.pid) == third and not gone(third)
         pids = [parent(one.pid), one.pid or 0, other.pid or 0]
     until(lambda: all(map(gone, pids)))
-
-
-MANY_FILES = """
-import os, resource, signal, sys, time
-from slipstream.inference.server import Router
-from slipstream.inference.server.process import Spare
-from tests.inference.test_server import until
-
-resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-with Spare() as spare:
-    router = Router.local(sys.argv[1], {"threads": 1}, [[]], spare).open()
-    os.kill(router._sources[0].pid, signal.SIGKILL)
-    until(lambda: router.engines[0].starts == 2 and router.ready)
-    router.close()
-print("back")
-"""
-
-
-def test_a_server_with_many_files(folder: Path) -> None:
-    """Their numbers are too large for select(2)."""
-    done = subprocess.run([sys.executable, "-c", MANY_FILES, str(folder)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "back\n", done.stderr
 
 
 def test_what_is_not_forked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -970,17 +961,14 @@ def test_targets_go_to_the_engine() -> None:
                 submit(router, "a prompt", first_within=wrong)
 
 
-def test_the_collector_does_not_look_at_what_a_server_has_loaded(folder: Path) -> None:
+def test_the_collector_does_not_look_at_what_a_server_has_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full collection of a server stops all its requests: 0.3 s, if it looks at everything."""
-    script = """
-        import gc, sys
-        from slipstream.inference import server
-        from slipstream.launch.cli import main
-        server.serve = lambda *_, **__: print(gc.get_freeze_count(), len(gc.get_objects()))
-        main(["serve", sys.argv[1], "--port", "0"])
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(folder)]
-    frozen, looked_at = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-2:])
+    counts: list[int] = []
+    note = lambda *_, **__: counts.extend((gc.get_freeze_count(), len(gc.get_objects())))  # noqa: E731
+    monkeypatch.setattr("slipstream.inference.server.serve", note)
+    gc.unfreeze()  # what this session has imported
+    main(["serve", str(folder), "--port", "0"])
+    frozen, looked_at = counts
     assert frozen > 50_000 > 10 * looked_at
 
 

@@ -9,6 +9,7 @@ import http.server
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import ssl
@@ -993,6 +994,9 @@ def test_what_nobody_expected_is_an_error_without_details(
     assert "ZeroDivisionError" in caplog.text
 
 
+DRAINING = "draining: waiting at most 60 s for {}; signal again to stop now\n"
+
+
 @contextmanager
 def serving_process(max_files: int | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])}
@@ -1006,7 +1010,7 @@ def serving_process(max_files: int | None = None) -> Iterator[tuple[subprocess.P
             process.kill()
 
 
-def test_a_burst_of_connections_leaves_files_for_the_rest() -> None:
+def test_a_process_survives_a_burst_of_connections_and_drains_on_sigterm() -> None:
     """The event loop accepts all that wait in one go; without a file left, it would log each failure, and accept nobody for 1 s."""
     with serving_process(max_files=80) as (process, address):
         place = ("127.0.0.1", int(address.split(":")[1]))
@@ -1021,21 +1025,6 @@ def test_a_burst_of_connections_leaves_files_for_the_rest() -> None:
             raw.close()
         until(lambda: call(address, "GET", "/health").status == 200)
         assert post(address).status == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=30)[1] == ""
-
-
-def test_too_few_files_for_a_server() -> None:
-    code = "import resource; from slipstream.inference.server import check; resource.setrlimit(7, (50, 50)); check([], None)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "src"})
-    assert "ValueError: the limit of open files is 50, and a server needs at least 64: ulimit -n 4160" in done.stderr
-
-
-DRAINING = "draining: waiting at most 60 s for {}; signal again to stop now\n"
-
-
-def test_drains_on_sigterm() -> None:
-    with serving_process() as (process, address):
         with client(address) as ai:
             stream = iter(ai.completions.create(model="fake/model", prompt="a b", stream=True, max_tokens=50))
             text = next(stream).choices[0].text
@@ -1047,6 +1036,16 @@ def test_drains_on_sigterm() -> None:
         assert text == "a b a b a b 0 seed None"
         assert process.communicate(timeout=30)[1] == DRAINING.format("1 request")
         assert process.returncode == 0
+
+
+def test_too_few_files_for_a_server() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (50, limits[1]))
+        with pytest.raises(ValueError, match="the limit of open files is 50, and a server needs at least 64: ulimit -n 4160"):
+            check([], None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.slow

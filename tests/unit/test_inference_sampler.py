@@ -1,7 +1,8 @@
 """Sampling: exact against brute force and transformers, the same alone and in any batch, the same with guesses."""
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -297,29 +298,47 @@ def test_what_cannot_be_computed_with_is_refused_where_it_is_said(name: str, val
     SamplingParams(stop=("x" * 1024,), repetition_penalty=0.01, seed=-(2**63), top_k=2**70, logit_bias={1: -100})
 
 
+class Drawn(NamedTuple):
+    """Rows over a vocabulary, and the tokens that the twin of the kernel draws for them."""
+
+    vocab: int
+    params: dict[str, Any]
+    logits: Tensor
+    rows: list[LogitsRow]
+    tokens: list[int]
+
+
+@functools.cache
+def drawn_by_the_twin(spread: float) -> list[Drawn]:
+    generator, results = torch.Generator().manual_seed(8), []
+    for vocab in (1, 15, 256, VOCAB):
+        twin = Sampler(vocab)
+        twin._kernel = None
+        filters = [settings for settings in MIXED if settings.keys() <= {"temperature", "top_k", "top_p", "min_p"}]
+        filters += [{"top_p": 0.9}, {"top_p": 1e-6}, {"top_k": 7, "min_p": 0.5}, {"top_p": 0.5, "top_k": VOCAB - 1}]
+        filters += [{"repetition_penalty": 1.3, "prompt": min(vocab, 3)}] if vocab > 9 else []
+        for params in filters:
+            logits = torch.randn(100, vocab, generator=generator) * spread
+            logits[:, 1::3] = -torch.inf  # forbidden ones
+            masks = [None, bitmask(list(range(0, vocab, 2)), vocab)]
+            rows = [LogitsRow(request(seed=seed, **params), mask=masks[seed % 2]) for seed in range(100)]
+            results.append(Drawn(vocab, params, logits, rows, [one.token for one in twin.sample(logits, rows)]))
+    return results
+
+
 @pytest.mark.skipif(build.load().kernels is None, reason=f"no native kernels: {build.load().reason}")
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 3.0])
 def test_the_kernel_draws_what_its_twin_draws(isa: str, spread: float) -> None:
-    used, generator = cpu.isa(), torch.Generator().manual_seed(8)
+    used = cpu.isa()
     if not cpu.use_isa(isa):
         pytest.skip(f"this processor lacks {isa}")
     try:
-        for vocab in (1, 15, 256, VOCAB):
-            kernel, twin = Sampler(vocab), Sampler(vocab)
-            twin._kernel = None
-            filters = [settings for settings in MIXED if settings.keys() <= {"temperature", "top_k", "top_p", "min_p"}]
-            filters += [{"top_p": 0.9}, {"top_p": 1e-6}, {"top_k": 7, "min_p": 0.5}, {"top_p": 0.5, "top_k": VOCAB - 1}]
-            filters += [{"repetition_penalty": 1.3, "prompt": min(vocab, 3)}] if vocab > 9 else []
-            for params in filters:
-                logits = torch.randn(100, vocab, generator=generator) * spread
-                logits[:, 1::3] = -torch.inf  # forbidden ones
-                masks = [None, bitmask(list(range(0, vocab, 2)), vocab)]
-                rows = [LogitsRow(request(seed=seed, **params), mask=masks[seed % 2]) for seed in range(100)]
-                actual, reference = ([one.token for one in way.sample(logits, rows)] for way in (kernel, twin))
-                differing = [row for row in range(100) if actual[row] != reference[row]]
-                assert len(differing) <= 1, (vocab, params, differing)  # rounding decides seldom
-                assert all(logits[row, actual[row]] > -torch.inf for row in range(100))
-                assert not any(token % 2 for token in actual[1::2]), "every second row has a mask"
+        for vocab, params, logits, rows, reference in drawn_by_the_twin(spread):
+            actual = [one.token for one in Sampler(vocab).sample(logits, rows)]
+            differing = [row for row in range(100) if actual[row] != reference[row]]
+            assert len(differing) <= 1, (vocab, params, differing)  # rounding decides seldom
+            assert all(logits[row, actual[row]] > -torch.inf for row in range(100))
+            assert not any(token % 2 for token in actual[1::2]), "every second row has a mask"
     finally:
         assert cpu.use_isa(used)
