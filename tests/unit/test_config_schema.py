@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -46,13 +46,12 @@ def concrete(name: str) -> str:
     return name.replace("layer_specs.*", "layer_specs.0").replace("*", "g1")
 
 
-@pytest.mark.parametrize("name", CHECKED)
-def test_a_letter_too_many_names_the_key(name: str) -> None:
-    typo = f"{name}q"
-    with pytest.raises(ValueError, match="unknown config key") as error:
-        parse(nest(typo, 1))
-    assert f"unknown config key {concrete(typo)};" in str(error.value)
-    assert concrete(name) in meant(str(error.value))
+def test_a_letter_too_many_names_the_key() -> None:
+    for name in CHECKED:
+        typo = f"{name}q"
+        with pytest.raises(ValueError, match=f"unknown config key {re.escape(concrete(typo))};") as error:
+            parse(nest(typo, 1))
+        assert concrete(name) in meant(str(error.value))
 
 
 def meant(message: str) -> list[str]:
@@ -167,19 +166,19 @@ def test_null_means_not_set_at_every_level() -> None:
     assert parsed.config.zero_optimization.offload_param is None
 
 
-@pytest.mark.parametrize("name", CHECKED)
-def test_auto_is_accepted_for_every_key(name: str) -> None:
-    if name in ("optimizer.type", "scheduler.type"):
+def test_auto_is_accepted_for_every_key() -> None:
+    types = ("optimizer.type", "scheduler.type")
+    for name in types:
         with pytest.raises(ValueError, match=f"{name} is missing"):
             parse(nest(name, "auto"))
-        return
-    raw = nest(name, "auto")
-    for block in ("optimizer", "scheduler"):
-        if isinstance(raw.get(block), dict):
-            raw[block]["type"] = "Adam"
-    parsed = parse(raw)
-    assert parsed.autos == {concrete(name)}
-    assert not any(leaf.given for path, leaf in parsed.leaves.items() if path == concrete(name))
+    for name in (each for each in CHECKED if each not in types):
+        raw = nest(name, "auto")
+        for block in ("optimizer", "scheduler"):
+            if isinstance(raw.get(block), dict):
+                raw[block]["type"] = "Adam"
+        parsed = parse(raw)
+        assert parsed.autos == {concrete(name)}
+        assert not any(leaf.given for path, leaf in parsed.leaves.items() if path == concrete(name)), name
 
 
 def test_legacy_forms() -> None:
@@ -241,11 +240,6 @@ def test_the_input_is_not_changed() -> None:
 
 def test_apex_arguments_are_free() -> None:
     assert parse({"amp": {"enabled": False, "opt_level": "O1", "loss_scale": "dynamic"}})
-
-
-def test_nothing_here_is_known_by_importing_the_package() -> None:
-    code = "import sys, slipstream, slipstream.config; sys.exit('pydantic' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_near_names_are_few_and_close() -> None:
