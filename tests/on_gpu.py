@@ -9,6 +9,8 @@ fails or is deselected by hand: this is a search for defects of the CUDA paths, 
 """
 
 import contextlib
+import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +36,11 @@ def tensors_of_tests() -> Iterator[None]:
     with contextlib.ExitStack() as within:
         if ON_GPU:
             within.enter_context(_OnGpu())
-            within.enter_context(mock.patch.object(nn.Module, "__call__", _called))
+            within.enter_context(mock.patch.object(nn.Module, "__call__", _moving(nn.Module.__call__)))
+            if importlib.util.find_spec("transformers"):
+                from transformers import GenerationMixin
+
+                within.enter_context(mock.patch.object(GenerationMixin, "generate", _moving(GenerationMixin.generate)))
         yield
     if EMULATED and (found := emulation.races()):
         raise AssertionError("\n".join(found))
@@ -51,14 +57,16 @@ def _of_a_test() -> bool:
     return False
 
 
-_CALL = nn.Module.__call__
-
-
-def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
     """A call of a module; a test's own, such as the model that it compares with, goes to the GPU first."""
-    if _of_a_test() and any(type(param) is nn.Parameter and param.device.type == "cpu" for param in module.parameters()):
-        module.to(ON_GPU)
-    return _CALL(module, *args, **kwargs)
+
+    @functools.wraps(method)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _of_a_test() and any(type(param) is nn.Parameter and param.device.type == "cpu" for param in module.parameters()):
+            module.to(ON_GPU)
+        return method(module, *args, **kwargs)
+
+    return call
 
 
 class _OnGpu(TorchFunctionMode):

@@ -124,9 +124,11 @@ class Stream(torch.Stream):
         return int(self.stream_id)
 
 
-def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-    """`torch.cuda.Event`. No class: `elapsed_time` takes no subclass of torch's."""
-    return torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking)
+class Event(torch.Event):
+    """`torch.cuda.Event`. Makes torch's own, because `elapsed_time` takes no subclass."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # type: ignore[misc]
+        return torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking)
 
 
 def _current_stream(device: Any = None) -> Stream:
@@ -134,14 +136,18 @@ def _current_stream(device: Any = None) -> Stream:
     return Stream(stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type)
 
 
-@contextlib.contextmanager
-def _on_stream(stream: Stream | None) -> Iterator[None]:
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream or before)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
+class StreamContext:
+    """`torch.cuda.StreamContext`."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(self.stream or self.before)
+
+    def __exit__(self, *_: Any) -> None:
+        torch.accelerator.set_stream(self.before)
 
 
 class _Runtime:
@@ -195,7 +201,7 @@ class _Capture(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _captured(graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
-    with _on_stream(stream), _Capture(graph):
+    with StreamContext(stream), _Capture(graph):
         yield
 
 
@@ -251,8 +257,8 @@ def _functions() -> dict[str, Any]:
         **dict.fromkeys(("device", "device_of"), contextlib.nullcontext),
         "Stream": Stream,
         "Event": Event,
-        "stream": _on_stream,
-        "StreamContext": _on_stream,
+        "stream": lambda stream: StreamContext(stream),
+        "StreamContext": StreamContext,
         "set_stream": lambda stream: torch.accelerator.set_stream(stream),
         "current_stream": _current_stream,
         "default_stream": lambda device=None: Stream(stream_id=0, device_index=0, device_type=1),
@@ -357,7 +363,7 @@ def _collective(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         read = [tensor for tensor in tensors if not any(tensor is other for other in written)]
         stream = _nccl.setdefault(named.get("group"), Stream())
         stream.wait_stream(_current_stream())
-        with _on_stream(stream):
+        with StreamContext(stream):
             torch.ops.emulated_cuda.touch(read, written, name)
             for tensor in tensors:
                 tensor.record_stream(stream)
