@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, linear
 
+from slipstream.world.mesh import gather_objects
 from slipstream.zero.leaves import mark_part, mark_tied
 from tests import cases, toy
 from tests.pool import distributed
 
-DIM, STEPS, CLIP = 8, 3, 0.05
+DIM, STEPS, CLIP = 8, cases.STEPS, 0.05
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 
 
@@ -118,6 +119,14 @@ def twin(batches: Any, model: nn.Module | None = None) -> tuple[list[float], lis
 
 def make(model: nn.Module, stage: int, transport: str, optimizer: Any = OPTIMIZER, **mesh: int) -> Any:
     return toy.make(model, stage, transport, gradient_clipping=CLIP, optimizer=optimizer, slipstream={"mesh": mesh})
+
+
+@distributed(world_size=3)
+def test_values_of_any_length_are_gathered() -> None:
+    """All short, all long, and one of each."""
+    for lengths in ((0, 5, 900), (9000, 5000, 2000), (0, 1024, 1)):
+        values = [{"rank": rank, "text": "x" * length} for rank, length in enumerate(lengths)]
+        assert gather_objects(values[dist.get_rank()]) == values
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))

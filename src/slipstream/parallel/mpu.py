@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.world.mesh import Axis, Place
+from slipstream.world.mesh import Axis, Place, gather_objects
 from slipstream.zero.leaves import mark_part, parts_of
 
 _TENSOR = ("tensor_model_parallel", "slice_parallel", "model_parallel")  # the first one that an mpu has counts
@@ -62,8 +62,7 @@ def places_of(mpu: Any) -> Mapping[int, Place] | None:
     if mpu is None or (size := _ask(mpu, _TENSOR, "world_size", 1)) == 1:
         return None
     own = (mpu.get_data_parallel_rank(), _ask(mpu, _TENSOR, "rank", 0), size)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
+    every = gather_objects(own)
     places = {rank: Place(0, data, 0, tensor) for rank, (data, tensor, _) in enumerate(every)}
     sizes = {each[2] for each in every}
     if (

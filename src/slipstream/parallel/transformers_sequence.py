@@ -31,7 +31,7 @@ from slipstream.parallel.same_inputs import INPUTS, check_alike, checksum
 from slipstream.parallel.sequence import deal_heads, sequence_mean, ulysses_attention
 from slipstream.parallel.slicing import ShiftedLoss
 from slipstream.parallel.tensor import Slices, vocab_parallel_cross_entropy
-from slipstream.world.mesh import Axis
+from slipstream.world.mesh import Axis, gather_objects
 from slipstream.zero.hooks import eager
 
 NAME = "slipstream_ulysses"  # name of the attention function
@@ -347,8 +347,7 @@ class SequenceShares:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in itertools.chain(map(dict, self.batches), [None]):  # None marks the end
-            every: list[Any] = [None] * self.size
-            dist.all_gather_object(every, batch, group=self.group)
+            every = gather_objects(batch, self.group)
             ended = [rank for rank, each in zip(dist.get_process_group_ranks(self.group), every, strict=True) if each is None]
             if 0 < len(ended) < self.size:
                 raise ValueError(

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from slipstream.config import Plan
 from slipstream.config.plan import plan_values
-from slipstream.world.mesh import Axis
+from slipstream.world.mesh import Axis, gather_objects
 from slipstream.world.watch import PeerLostError, is_lost_rank
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ def facts_of_plan(plan: Plan, model: nn.Module, device: torch.device) -> Facts:
     return facts
 
 
+@cache
 def _is_own(key: str) -> bool:
     return key.endswith("_path") or any(key == own or key.startswith(f"{own}.") for own in _OWN_KEYS)
 
@@ -174,11 +176,9 @@ def _form(tensor: Tensor) -> str:
 
 
 def _gather(value: Any, group: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(values, value, group=group)
+        return gather_objects(value, group)
     except RuntimeError as error:
         if is_lost_rank(error):
             raise PeerLostError("another rank ended before this comparison: see that rank's output for the reason") from error
         raise
-    return values

@@ -18,14 +18,33 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_SHORT = 1024  # bytes of a pickle that every rank sends in one message
+
+
+def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value`, in rank order, pickled. Collective. Short ones take one message over gloo, not two as torch's take."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    if dist.get_backend(group) == "gloo":
+        own, data = torch.zeros(_SHORT, dtype=torch.uint8), pickle.dumps(value)
+        if len(data) <= _SHORT:
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = [torch.empty_like(own) for _ in values]
+        dist.all_gather(rows, own, group=group)
+        if all(row[0] for row in rows):  # no pickle begins with 0
+            return [pickle.loads(row.numpy().tobytes()) for row in rows]
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +63,7 @@ class Axis:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, pickled. Collective; for setup and inspection."""
-        values = [value] * self.size
-        if self.group is not None:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.group is None else gather_objects(value, self.group)
 
 
 class Split(NamedTuple):
