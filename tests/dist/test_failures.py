@@ -19,9 +19,12 @@ from typing import Any
 import pytest
 
 from slipstream import checkpoint
+from slipstream.ops import build
 from tests import cases
 from tests.dist.test_launch_agents import Launcher, launcher, wait_for
+from tests.dist.test_serving_experts import write_mixtral
 from tests.failing import Nursery, Outcome
+from tests.inference.twins import SIZES, tiny
 
 __all__ = ["launcher"]  # a fixture
 
@@ -244,7 +247,7 @@ def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery) -> None:
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_on_shared_memory_ranks_may_run_different_branches(nursery: Nursery, world: int) -> None:
-    for stage in (0, 1, 2, 3):
+    for stage in cases.STAGES:
         nursery.start(str(stage), "branches", world=world, stage=stage)
     for outcome in nursery.end().values():
         assert outcome.codes == [0] * world, story(outcome)
@@ -287,6 +290,71 @@ def test_the_interpreter_exits_cleanly_without_destroy(nursery: Nursery, transpo
             )
     for record in outcomes["drop"].records:
         assert not record["alive"] and record["mappings"] == [] and "slipstream-watch" not in record["threads"]
+
+
+# ---- processes that serve a model
+
+NATIVE = pytest.mark.skipif(build.load().kernels is None, reason="no native kernels")
+
+
+@NATIVE
+def test_a_lost_process_of_a_sliced_model_ends_the_other(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.start("it", "serve_ranks", folder=str(write_mixtral(tmp_path)), bad=1, how="kill", split={"tp_size": 2})
+    outcome = nursery.end()["it"]
+    assert outcome.codes[0] == 1, outcome
+    assert "rank 1" in outcome.records[0]["text"] and "is gone" in outcome.records[0]["text"], outcome
+    assert outcome.late(0, 1) < 5.0, outcome
+
+
+@pytest.mark.slow
+def test_a_lost_process_of_a_model_outside_the_table(nursery: Nursery, tmp_path: Path) -> None:
+    tiny("Nemotron", **SIZES).save_pretrained(tmp_path)
+    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=1, how="kill", split={"tp_size": 2}, forward="transformers")
+    outcome = nursery.end()["it"]
+    assert outcome.codes[0] == 1 and "is gone" in outcome.records[0]["text"], outcome
+    assert outcome.late(0, 1) < 10.0, outcome
+
+
+@pytest.mark.parametrize(
+    ("bad", "hosts"), [(1, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (0, 1), (0, 2)))]
+)
+def test_a_lost_process_of_torchs_forward_ends_the_other(nursery: Nursery, tmp_path: Path, bad: int, hosts: int) -> None:
+    """In a sum over shared memory, or over gloo (as if of two hosts): the other process ends, and names it."""
+    tiny("Llama", **SIZES).save_pretrained(tmp_path)
+    options: dict[str, Any] = {"how": "kill", "split": {"tp_size": 2}, "forward": "torch", "nth": 40}
+    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=bad, hosts=hosts, **options)
+    outcome = nursery.end()["it"]
+    assert outcome.codes[1 - bad] == 1, outcome
+    text = outcome.records[1 - bad]["text"]
+    assert f"rank {bad}" in text and "is gone" in text, outcome
+    assert outcome.late(1 - bad, bad) < 5.0, outcome
+
+
+@NATIVE
+@pytest.mark.slow
+def test_a_lost_process_of_experts_ends_the_others(nursery: Nursery, tmp_path: Path) -> None:
+    folder = write_mixtral(tmp_path)
+    jobs = [(0, "kill"), (2, "kill"), (1, "raise"), (1, "kill when idle")]
+    for bad, how in jobs:
+        nursery.start(f"{how} {bad}", "serve_ranks", world=3, folder=str(folder), bad=bad, how=how, split={"ep_size": 3})
+    outcomes = nursery.end()
+    for bad, how in jobs:
+        outcome = outcomes[f"{how} {bad}"]
+        for rank in {0, 1, 2} - {bad}:
+            assert outcome.codes[rank] == 1, outcome
+            assert f"rank {bad}" in outcome.records[rank]["text"], outcome
+            assert ("boom" if how == "raise" else "is gone") in outcome.records[rank]["text"], outcome
+            assert outcome.late(rank, bad) < 5.0, outcome
+
+
+@NATIVE
+@pytest.mark.slow
+def test_an_interrupt_ends_all_processes_of_a_served_model(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.start("it", "serve_ranks", world=3, folder=str(write_mixtral(tmp_path)), bad=0, how="interrupt", split={"ep_size": 3})
+    outcome = nursery.end()["it"]
+    assert outcome.codes == [-signal.SIGINT, 0, 0], outcome
+    assert outcome.records[0]["error"] == "KeyboardInterrupt", outcome
+    assert all("Traceback" not in text for text in outcome.stderr[1:]), outcome
 
 
 # ---- under the launcher

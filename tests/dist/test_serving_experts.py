@@ -1,7 +1,6 @@
 """Experts served by several processes: the bits of one process, its memory divided, one bad end for all."""
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from slipstream.inference.engine import ClosedError
 from slipstream.inference.native import NativeDecoder
 from slipstream.ops import build
 from slipstream.world.peers import meet
-from tests.failing import Nursery
 from tests.inference.twins import PROMPTS, SIZES, tiny
 from tests.pool import distributed
 
@@ -199,29 +197,3 @@ def test_keys_of_deepspeed(folder: Path) -> None:
         slipstream.init_inference(folder, moe=8)
     with pytest.raises(ValueError, match="ep_size is given twice"):
         slipstream.init_inference(folder, moe={"ep_size": 2}, ep_size=4)
-
-
-@pytest.mark.slow
-def test_a_lost_process_ends_the_others(nursery: Nursery, folder: Path) -> None:
-    jobs = [(0, "kill"), (2, "kill"), (1, "raise"), (1, "kill when idle")]
-    for bad, how in jobs:
-        nursery.start(f"{how} {bad}", "serve_ranks", world=3, folder=str(folder), bad=bad, how=how, split={"ep_size": 3})
-    outcomes = nursery.end()
-    for bad, how in jobs:
-        outcome = outcomes[f"{how} {bad}"]
-        for rank in {0, 1, 2} - {bad}:
-            assert outcome.codes[rank] == 1, outcome
-            assert f"rank {bad}" in outcome.records[rank]["text"], outcome
-            assert ("boom" if how == "raise" else "is gone") in outcome.records[rank]["text"], outcome
-            assert outcome.late(rank, bad) < 5.0, outcome
-
-
-@pytest.mark.slow
-def test_an_interrupt_ends_all(nursery: Nursery, tmp_path: Path) -> None:
-    folder = tmp_path / "mixtral"
-    folder.mkdir()
-    nursery.start("it", "serve_ranks", world=3, folder=str(write_mixtral(folder)), bad=0, how="interrupt", split={"ep_size": 3})
-    outcome = nursery.end()["it"]
-    assert outcome.codes == [-signal.SIGINT, 0, 0], outcome
-    assert outcome.records[0]["error"] == "KeyboardInterrupt", outcome
-    assert all("Traceback" not in text for text in outcome.stderr[1:]), outcome

@@ -5,7 +5,6 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -25,7 +24,6 @@ from slipstream.parallel.exchange import connect_activations
 from slipstream.world.mesh import Axis
 from slipstream.world.peers import meet
 from slipstream.world.watch import PeerLostError, Watch
-from tests.failing import Nursery
 from tests.inference import test_embedding, test_families, test_long_rope
 from tests.inference.twins import PROMPTS, SIZES, check_against_generate, decoder_of, serve, tiny
 from tests.pool import distributed
@@ -258,19 +256,3 @@ def test_which_gpu_a_process_has() -> None:
             assert assembly._place(asked, None, serving)[0] == torch.device("cuda", own[serving.index] if own else 0)
         assert (serving.sharing, serving.have_a_device_each) == (sharing, sharing == 1)
     serving.close()
-
-
-_DEAR = [pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (0, 1), (0, 2))]
-
-
-@pytest.mark.parametrize(("bad", "hosts"), [(1, 2), *_DEAR])
-def test_a_lost_process_ends_the_others(nursery: Nursery, tmp_path: Path, bad: int, hosts: int) -> None:
-    """In a sum over shared memory, or over gloo (as if of two hosts): the other process ends, and names it."""
-    tiny("Llama", **SIZES).save_pretrained(tmp_path)
-    options: dict[str, Any] = {"how": "kill", "split": {"tp_size": 2}, "forward": "torch", "nth": 40}
-    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=bad, hosts=hosts, **options)
-    outcome = nursery.end()["it"]
-    assert outcome.codes[1 - bad] == 1, outcome
-    text = outcome.records[1 - bad]["text"]
-    assert f"rank {bad}" in text and "is gone" in text, outcome
-    assert outcome.late(1 - bad, bad) < 5.0, outcome

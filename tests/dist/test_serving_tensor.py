@@ -29,8 +29,7 @@ from slipstream.ops import build
 from slipstream.quantized import PackedLinear
 from slipstream.world.peers import meet
 from tests import tiny_chat
-from tests.dist.test_serving_experts import answers, write_mixtral
-from tests.failing import Nursery
+from tests.dist.test_serving_experts import answers
 from tests.inference import test_embedding, test_families, test_long_rope
 from tests.inference.twins import SIZES, tiny
 from tests.pool import distributed, single_threaded
@@ -595,23 +594,6 @@ def test_keys_of_deepspeed() -> None:
             slipstream.init_inference(model, **options, **_OPTIONS)
     with pytest.raises(TypeError, match="no option 'tp_sizes'; did you mean tp_size"):
         slipstream.init_inference(model, tp={"tp_sizes": 2})
-
-
-@pytest.mark.slow
-def test_a_lost_process_of_a_model_outside_the_table(nursery: Nursery, tmp_path: Path) -> None:
-    tiny("Nemotron", **SIZES).save_pretrained(tmp_path)
-    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=1, how="kill", split={"tp_size": 2}, forward="transformers")
-    outcome = nursery.end()["it"]
-    assert outcome.codes[0] == 1 and "is gone" in outcome.records[0]["text"], outcome
-    assert outcome.late(0, 1) < 10.0, outcome
-
-
-def test_a_lost_process_ends_the_others(nursery: Nursery, tmp_path: Path) -> None:
-    nursery.start("it", "serve_ranks", folder=str(write_mixtral(tmp_path)), bad=1, how="kill", split={"tp_size": 2})
-    outcome = nursery.end()["it"]
-    assert outcome.codes[0] == 1, outcome
-    assert "rank 1" in outcome.records[0]["text"] and "is gone" in outcome.records[0]["text"], outcome
-    assert outcome.late(0, 1) < 5.0, outcome
 
 
 @pytest.mark.slow
