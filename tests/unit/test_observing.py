@@ -67,7 +67,7 @@ def test_trace(tmp_path: Path) -> None:
     for block_name in ("blocks.0", "blocks.1", "blocks.2"):
         assert names.count(f"forward of {block_name}") == names.count(f"backward of {block_name}") == 4
     engine.destroy()
-    with pytest.raises(ValueError, match=r"slipstream\.trace\.steps is \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"slipstream\.trace\.steps is \[3, 3\]"):
         trained(slipstream={"trace": {"steps": [3, 3]}})
 
 

@@ -34,7 +34,7 @@ from slipstream.inference.update import UpdateTarget
 from slipstream.train import handover
 
 if TYPE_CHECKING:
-    from slipstream.config.plan import RolloutPlan
+    from slipstream.config.features import HybridEngine
     from slipstream.train.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class RolloutTimes:
 class Rollouts:
     """Generates with the current weights of an engine. The engine may sleep if they have not changed."""
 
-    def __init__(self, engine: Engine, plan: RolloutPlan) -> None:
+    def __init__(self, engine: Engine, plan: HybridEngine) -> None:
         self._engine = weakref.ref(engine)
         self._plan = plan
         self.times = RolloutTimes()
@@ -91,7 +91,7 @@ class Rollouts:
                 return self._answers(asked, source, ids, settings.get("attention_mask"))
             finally:
                 self.times.generation = time.perf_counter() - began - self.times.handover
-                if self._plan.releases_memory:
+                if self._plan.release_inference_cache:
                     self.release()
 
     def renew(self) -> None:
@@ -161,7 +161,7 @@ class Rollouts:
                 config,
                 dtype=engine.plan.precision.param_dtype,
                 device=engine.device,
-                max_context=min(self._plan.max_tokens, from_hf(config.to_dict()).max_context),
+                max_context=min(self._plan.max_out_tokens, from_hf(config.to_dict()).max_context),
                 max_waiting=_MAX_WAITING,
             )
             logger.info("generation in training: %s", self._server.description)
@@ -193,7 +193,7 @@ class Rollouts:
         if longest + most > limit:
             raise ValueError(
                 f"a prompt of {longest} tokens and {most} new ones are more than {limit}: raise hybrid_engine.max_out_tokens "
-                f"({self._plan.max_tokens}), up to the model's context, or generate fewer"
+                f"({self._plan.max_out_tokens}), up to the model's context, or generate fewer"
             )
 
 
@@ -220,7 +220,7 @@ class _Twin:
                 buffers[bare].copy_(value)
 
 
-def generation(model: nn.Module, plan: RolloutPlan) -> Callable[[Engine], None]:
+def generation(model: nn.Module, plan: HybridEngine) -> Callable[[Engine], None]:
     """The change that adds `generate` to an engine. Raises ValueError for a model that cannot generate."""
     base = _base(model)
     if not hasattr(base, "can_generate") or not base.can_generate():

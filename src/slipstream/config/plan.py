@@ -17,9 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from slipstream.config.data import ProgressiveLayerDrop
+    from slipstream.config.features import Compile, HybridEngine
+    from slipstream.config.observing import CommsLogger, FlopsProfiler
+    from slipstream.config.schema import LocalSteps, Trace
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Elements: 28 MiB with gradients and weights in 16 bits; large enough for any disk, small compared to a memory budget.
@@ -64,6 +70,11 @@ def _leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
 def block(name: str) -> Any:
     """A field that holds a block of the config as a mapping; None: it is off."""
     return key(name, shown=lambda values: dict(_leaves(values or {})))
+
+
+def parsed(name: str) -> Any:
+    """A field that holds a block of the config, without blocks inside, as the schema has it; None: it is off."""
+    return key(f"{name}.*", shown=lambda block: {} if block is None else vars(block))
 
 
 def _without_secrets(blocks: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,21 +217,6 @@ class ZeroPlan:
     compares_weights: bool = key("zero_optimization.enable_sanity_checks")  # each step, those that are replicated
 
 
-def _has_rounds(plan: LocalStepsPlan) -> bool:
-    return plan.every > 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalStepsPlan:
-    """Replicas that exchange weights every `every` steps; 0: gradients are exchanged in every step."""
-
-    every: int = key("slipstream.local_steps.every")
-    lr: float = key("slipstream.local_steps.outer_lr", when=_has_rounds)
-    momentum: float = key("slipstream.local_steps.outer_momentum", when=_has_rounds)
-    exchange: Literal["fp32", "bf16", "int8", "int4"] = key("slipstream.local_steps.exchange", when=_has_rounds)
-    overlap: int = key("slipstream.local_steps.overlap", when=_has_rounds)
-
-
 _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
 
@@ -347,20 +343,6 @@ class ActivationPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompilePlan:
-    """Arguments of `torch.compile(forward, backend=backend, **kwargs)` for each repeated block."""
-
-    backend: str = key("compile.backend")  # a backend registered with torch, or MODULE.FUNCTION
-    kwargs: dict[str, Any] = key("compile.kwargs")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerDropPlan:
-    theta: float = key("progressive_layer_drop.theta")
-    gamma: float = key("progressive_layer_drop.gamma")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
     tag_validation: Literal["ignore", "warn", "fail"] = key("checkpoint.tag_validation")
     asynchronous: bool = of(Json("checkpoint.writer.decoupled"), Json("datastates_ckpt", shown=lambda on: {} if on else False))
@@ -376,28 +358,6 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutPlan:
-    max_tokens: int = key("hybrid_engine.max_out_tokens")  # of a prompt and its answer together
-    releases_memory: bool = key("hybrid_engine.release_inference_cache")  # after each call of generate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfilePlan:
-    step: int = key("flops_profiler.profile_step")  # steps before the one that is profiled
-    module_depth: int = key("flops_profiler.module_depth")
-    top_modules: int = key("flops_profiler.top_modules")
-    detailed: bool = key("flops_profiler.detailed")
-    output_file: str | None = key("flops_profiler.output_file")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficPlan:
-    every: bool = key("comms_logger.prof_all")  # record all operations, not only these
-    operations: tuple[str, ...] = key("comms_logger.prof_ops", read=tuple, shown=list)
-    verbose: bool = key("comms_logger.verbose")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptivePlan:
     """A global batch that follows the gradient noise scale. Sizes are in samples."""
 
@@ -410,18 +370,6 @@ class AdaptivePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracePlan:
-    steps: tuple[int, int] = key("slipstream.trace.steps", read=tuple, shown=list)  # from the first to before the second
-    folder: str = key("slipstream.trace.folder")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebugPlan:
-    timeout_s: float = key("slipstream.timeout_s")
-    poison_released: bool = key("slipstream.poison_released")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     mesh: MeshPlan
     pipeline: PipelinePlan
@@ -429,17 +377,16 @@ class Plan:
     experts: ExpertPlan
     batch: BatchPlan
     zero: ZeroPlan
-    local_steps: LocalStepsPlan
+    # Replicas that exchange weights every `every` steps; 0: gradients are exchanged in every step.
+    local_steps: LocalSteps = key("slipstream.local_steps.*", shown=lambda block: vars(block) if block.every else {"every": 0})
     offload: OffloadPlan
     precision: PrecisionPlan
     optimizer: OptimizerPlan | None
     scheduler: SchedulerPlan | None
     gradient_clipping: float = key("gradient_clipping")  # 0 = off
     activations: ActivationPlan
-    compile: CompilePlan | None = key("compile.enabled", shown=bool, when=lambda plan: plan.compile is not None)
-    layer_drop: LayerDropPlan | None = key(
-        "progressive_layer_drop.enabled", shown=bool, when=lambda plan: plan.layer_drop is not None
-    )
+    compile: Compile | None = parsed("compile")
+    layer_drop: ProgressiveLayerDrop | None = parsed("progressive_layer_drop")
     # A pattern of block-sparse attention; attention/transformers.py reads it. Each mode takes some of the keys.
     sparse: Mapping[str, Any] | None = block("sparse_attention.*")
     # The block curriculum_learning; train/curriculum.py reads it.
@@ -470,14 +417,15 @@ class Plan:
     wall_clock_breakdown: bool = key("wall_clock_breakdown")
     memory_breakdown: bool = key("memory_breakdown")
     throughput: bool = key("timers.throughput.enabled")  # in progress lines
-    rollouts: RolloutPlan | None = key("hybrid_engine.enabled", shown=bool, when=lambda plan: plan.rollouts is not None)
-    profile: ProfilePlan | None = key("flops_profiler.enabled", shown=bool, when=lambda plan: plan.profile is not None)
-    traffic: TrafficPlan | None = key("comms_logger.enabled", shown=bool, when=lambda plan: plan.traffic is not None)
-    trace: TracePlan | None
+    rollouts: HybridEngine | None = parsed("hybrid_engine")
+    profile: FlopsProfiler | None = parsed("flops_profiler")
+    traffic: CommsLogger | None = parsed("comms_logger")
+    trace: Trace | None = parsed("slipstream.trace")
     dump_state: bool = key("dump_state")
     log_level: str | None = key("log_level")
     seed: int = key("slipstream.seed")  # for the data loader's shuffle
-    debug: DebugPlan
+    timeout_s: float = key("slipstream.timeout_s")  # that a rank waits for others
+    poison_released: bool = key("slipstream.poison_released")  # fill released weights with NaN
     idle: Mapping[str, str]  # keys that the user set and that have no effect here -> why; `keys.say_idle` logs them
     notes: tuple[str, ...]  # notes on other keys; `keys.say` logs them
     sources: Mapping[str, str]

@@ -25,12 +25,8 @@ from slipstream.config.plan import (
     AdaptivePlan,
     BatchPlan,
     CheckpointPlan,
-    CompilePlan,
     DataWorld,
-    DebugPlan,
     ExpertPlan,
-    LayerDropPlan,
-    LocalStepsPlan,
     LossScalePlan,
     MeshPlan,
     ModelFacts,
@@ -39,12 +35,8 @@ from slipstream.config.plan import (
     PipelinePlan,
     Plan,
     PrecisionPlan,
-    ProfilePlan,
-    RolloutPlan,
     SchedulerPlan,
     TensorPlan,
-    TracePlan,
-    TrafficPlan,
     ZeroPlan,
     json_keys,
 )
@@ -53,6 +45,7 @@ from slipstream.config.trial import laid_over, nested
 from slipstream.world.mesh import nearest_sizes
 
 if TYPE_CHECKING:
+    from slipstream.config.features import Compile
     from slipstream.config.parse import Parsed
 
 T = TypeVar("T")
@@ -132,7 +125,8 @@ def case_of(values: Values, world: DataWorld) -> Case:
     """Compute the plan, even for a config that a row of refusals.py refuses."""
     mesh = _mesh(values)
     batch, offload = _batch(values, world, mesh), _offload(values)
-    loco = values.parsed.config.zero_optimization.zeropp_loco_param
+    config = values.parsed.config
+    loco = config.zero_optimization.zeropp_loco_param
     optimizer, clipping = _optimizer(values)
     plan = values.section(
         Plan,
@@ -143,7 +137,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         batch=batch,
         # DeepSpeed enables error feedback by the presence of the block
         zero=values.section(ZeroPlan, error_beta=None if loco is None else loco.err_beta),
-        local_steps=values.section(LocalStepsPlan),
+        local_steps=config.slipstream.local_steps,
         offload=offload,
         precision=_precision(values),
         optimizer=optimizer,
@@ -151,28 +145,31 @@ def case_of(values: Values, world: DataWorld) -> Case:
         gradient_clipping=clipping,
         activations=_activations(values),
         compile=_compile(values),
-        layer_drop=values.section(LayerDropPlan) if values["progressive_layer_drop.enabled"] else None,
+        layer_drop=_if_enabled(config.progressive_layer_drop),
         sparse=_sparse(values),
         compression=_compression(values),
-        curriculum=values.parsed.config.curriculum_learning.model_dump() if values["curriculum_learning.enabled"] else None,
+        curriculum=config.curriculum_learning.model_dump() if values["curriculum_learning.enabled"] else None,
         efficiency=_efficiency(values),
         monitors=_monitors(values),
         own_monitors=_own_monitors(values),
         noise_every=_noise_every(values),
         adaptive=_adaptive(values, batch),
-        rollouts=values.section(RolloutPlan) if values["hybrid_engine.enabled"] else None,
-        profile=values.section(ProfilePlan) if values["flops_profiler.enabled"] else None,
-        traffic=values.section(TrafficPlan) if values["comms_logger.enabled"] else None,
-        trace=values.section(TracePlan) if values.parsed.config.slipstream.trace is not None else None,
+        rollouts=_if_enabled(config.hybrid_engine),
+        profile=_if_enabled(config.flops_profiler),
+        traffic=_if_enabled(config.comms_logger),
+        trace=config.slipstream.trace,
         quantized=_quantized(values),
         # With states on disk, the next step would overwrite in place what a background thread still reads.
         checkpoint=values.section(CheckpointPlan, asynchronous=values.asks_to_write_later and not offload.uses_disk),
-        debug=values.section(DebugPlan),
         idle=keys.without_effect(values.parsed.leaves.values()),
         notes=(),
         sources=values.sources,
     )
     return Case(values, plan, world)
+
+
+def _if_enabled(block: Any) -> Any:
+    return block if block.enabled else None
 
 
 def _mesh(values: Values) -> MeshPlan:
@@ -617,13 +614,13 @@ def _activations(values: Values) -> ActivationPlan:
     )
 
 
-def _compile(values: Values) -> CompilePlan | None:
+def _compile(values: Values) -> Compile | None:
     """DeepSpeed of 2024 compiled if `enabled` was true, its first versions if `disable` was false; 0.19 has neither key."""
     older = values.is_given("compile.disable") and not values.is_given("compile.enabled")
     if not values["compile.disable"] and (values["compile.enabled"] or older):
         if older:
             values.sources["compile.enabled"] = "derived: compile.disable"
-        return values.section(CompilePlan)
+        return values.parsed.config.compile.model_copy(update={"enabled": True})
     values.idle("compile", "derived: compilation is disabled")
     return None
 

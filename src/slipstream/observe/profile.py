@@ -486,13 +486,13 @@ def profile_step(engine: Any) -> None:
 
     FLOP are counted in the step before: after a count, caches are cold, and a forward of 18 ms takes 25 ms.
     """
-    plan, states = engine.plan.profile, engine.states
+    plan, step, states = engine.plan.profile, engine.plan.profile.profile_step, engine.states
     if not engine.mesh.is_first:
         return
     profiler = states.resources["flops profiler"] = FlopsProfiler(engine.module, engine)
 
     def follow(_: bool = True) -> None:
-        if engine.global_steps in (plan.step - 1, plan.step):
+        if engine.global_steps in (step - 1, step):
             profiler.model = engine.module
             profiler.start_profile()
         elif profiler.started:
@@ -501,9 +501,9 @@ def profile_step(engine: Any) -> None:
             top = profiler.rows()[0].work
             engine.progress.flops = (top.forward + top.backward) * profiler.per
             try:
-                profiler.print_model_profile(plan.step, plan.module_depth, plan.top_modules, plan.detailed, plan.output_file)
+                profiler.print_model_profile(step, plan.module_depth, plan.top_modules, plan.detailed, plan.output_file)
             except OSError as error:  # raised on rank 0 only: the other ranks would wait for it
-                logger.warning("the profile of step %d is not written: %s", plan.step, error)
+                logger.warning("the profile of step %d is not written: %s", step, error)
             profiler.end_profile()
 
     states.after_step.append(follow)

@@ -14,14 +14,16 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.config.plan import TrafficPlan
 from slipstream.observe import clock
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import Ledger, Watch
+
+if TYPE_CHECKING:
+    from slipstream.config.observing import CommsLogger
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class CommLog:
     waited_ms  operation, or over shared memory the rank waited for -> ms
     """
 
-    def __init__(self, plan: TrafficPlan, watch: Watch, world: Axis, device: torch.device) -> None:
+    def __init__(self, plan: CommsLogger, watch: Watch, world: Axis, device: torch.device) -> None:
         self.plan, self.watch, self.world, self.device = plan, watch, world, device
         self.sent: Counter[str] = Counter()
         self.waited_ms: defaultdict[str, float] = defaultdict(float)
@@ -62,7 +64,7 @@ class CommLog:
         return _NAMES.get(kind, kind.replace(" ", "_"))
 
     def _asked(self, name: str) -> bool:
-        return self.plan.every or name in self.plan.operations
+        return self.plan.prof_all or name in self.plan.prof_ops
 
     def launch(self, ledger: Ledger, number: int, operation: str, nbytes: int, sent: int) -> None:
         if self._asked(name := self._name(operation)):

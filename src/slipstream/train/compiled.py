@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from slipstream.activations.blocks import Shadow
-from slipstream.config.plan import CompilePlan
 from slipstream.zero.wrap import repeated_blocks
+
+if TYPE_CHECKING:
+    from slipstream.config.features import Compile
 
 
 class Compiled(Shadow):
@@ -29,7 +31,7 @@ class Compiled(Shadow):
         return (self.own if self.removed else self.compiled)(*args, **kwargs)
 
 
-def apply(plan: CompilePlan | None, model: nn.Module) -> list[Compiled]:
+def apply(plan: Compile | None, model: nn.Module) -> list[Compiled]:
     """Compile the repeated blocks, or the model if there are none; each returned object has a `remove`."""
     if plan is None:
         return []
@@ -37,7 +39,7 @@ def apply(plan: CompilePlan | None, model: nn.Module) -> list[Compiled]:
     return [Compiled(modules[name], backend_of(plan.backend), plan.kwargs) for name in repeated_blocks(model) or [""]]
 
 
-def check(plan: CompilePlan | None) -> None:
+def check(plan: Compile | None) -> None:
     """Raise ValueError for a backend or arguments that torch.compile refuses, without compiling."""
     if plan is None:
         return

@@ -423,7 +423,7 @@ def _engine(
     form = Form.of(plan)
     if inner is not None:
         fit.refuse(plan, inner, rule)
-    transport, watch = _transport(plan, device), Watch(plan.debug.timeout_s)
+    transport, watch = _transport(plan, device), Watch(plan.timeout_s)
     watch.names = mesh.names
     watch.start(mesh.world)
     with ExitStack() as failed, watch.guard("initialize"):
@@ -484,4 +484,4 @@ def _steps(
 def _transport(plan: Plan, device: torch.device) -> str:
     """Use gloo if weights in shared memory are evicted to disk, or poisoned at release: then other ranks cannot read them."""
     is_evicted = plan.offload.param == "nvme" and device.type == "cpu"
-    return "gloo" if is_evicted or plan.debug.poison_released else plan.zero.transport
+    return "gloo" if is_evicted or plan.poison_released else plan.zero.transport

@@ -25,13 +25,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
-from slipstream.config.plan import LocalStepsPlan
 from slipstream.ops import wire
 from slipstream.ops.wire import WIRE_BLOCK, Feedback
 from slipstream.train.saving import entries
@@ -43,6 +42,9 @@ from slipstream.zero.comm import Buffer, Comm, Pending, sum_over
 from slipstream.zero.reduction import Coded, Dense, Reduction, Rounded, wire_numel
 from slipstream.zero.storage.store import Store, copy_store, read, write
 from slipstream.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from slipstream.config import schema
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ class _Flight:
 class LocalSteps:
     """Counts the steps of an engine's states and takes the rounds."""
 
-    def __init__(self, states: States, plan: LocalStepsPlan, transport: str) -> None:
+    def __init__(self, states: States, plan: schema.LocalSteps, transport: str) -> None:
         """Collective."""
         self.states, self.plan = states, plan
         self.since = self.rounds = 0  # steps since the last round began; number of rounds
@@ -208,10 +210,10 @@ class LocalSteps:
         spread_weights(self.states)
 
     def _step(self, outer: _Outer, flight: _Flight) -> None:
-        device, mu, mean = self.states.device, self.plan.momentum, flight.mean()
+        device, mu, mean = self.states.device, self.plan.outer_momentum, flight.mean()
         momentum = outer.momentum.whole().to(device) * mu + mean
         outer.momentum.put(0, momentum)
-        outer.anchor.put(0, outer.anchor.whole().to(device) - (mean + momentum * mu) * self.plan.lr)
+        outer.anchor.put(0, outer.anchor.whole().to(device) - (mean + momentum * mu) * self.plan.outer_lr)
 
     def _find_finite(self) -> Tensor:
         """Which replicas have finite weights: bool [replicas]. Zeroes the optimizer states of the others. Collective.

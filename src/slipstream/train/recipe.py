@@ -53,7 +53,7 @@ def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None
         wire_dtype=None if precision.comm_dtype in CODE_BITS else precision.comm_dtype,
         accumulates=plan.accumulates,
         whole=inner is not None and (rule.is_whole if rule is not None else not is_elementwise(inner)),
-        poison=plan.debug.poison_released,
+        poison=plan.poison_released,
         align=onebit.BLOCK if is_late else wire.WIRE_BLOCK if coded else states.align,
         tiers=tiers_of(plan.offload),
         feedback=plan.zero.error_beta,
