@@ -10,8 +10,7 @@ Gradients that reach an expert without a token (of a penalty on its weights) are
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -22,10 +21,10 @@ from slipstream.zero.leaves import cuts_of, is_stack
 
 
 class RestingExperts:
-    """`optim.sharded.Rest` for a model's layers of experts. connect: collective, called at the first step."""
+    """`optim.sharded.Rest` for a model's layers of experts. total: sums over the ranks of a stage."""
 
-    def __init__(self, model: nn.Module, connect: Callable[[], Sum]) -> None:
-        self._total = functools.cache(connect)
+    def __init__(self, model: nn.Module, total: Sum) -> None:
+        self._total = total
         by_name = meters(model)
         self._meters = list(by_name.values())
         self._experts: dict[int, list[tuple[LoadMeter, range]]] = {}  # id of a parameter -> its experts, of one or several layers
@@ -37,7 +36,7 @@ class RestingExperts:
     def decide(self) -> None:
         if self._meters:
             counts = torch.cat([meter.now[: meter.num_experts] + meter.is_partial for meter in self._meters])
-            parts = self._total()(counts).split([meter.num_experts for meter in self._meters])
+            parts = self._total(counts).split([meter.num_experts for meter in self._meters])
             self._used = {meter: (part > 0).tolist() for meter, part in zip(self._meters, parts, strict=True)}
 
     def used(self, param: nn.Parameter) -> Sequence[bool] | None:

@@ -2,21 +2,34 @@
 and experts that an update skips.
 
 Connected at the start, and again after each surgery, which may have added layers.
+
+A layer with `balance_rate`, or a transformers layer under `expert_parallel.load_balance_coeff`, raises the bias of experts with
+less than the mean load over all data-parallel ranks by the rate, and lowers that of the others (arXiv:2408.15664). The bias changes
+which experts are selected, not their weights, so no gradient competes with the language model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from slipstream.moe.balance import balancing
+import torch
+from torch import Tensor, nn
+
+from slipstream.moe.huggingface import ForeignExperts
 from slipstream.moe.layer import MoE
-from slipstream.moe.load import LoadMeter, lost_tokens, meters
+from slipstream.moe.listed import ListedExperts
+from slipstream.moe.load import LoadMeter, Sum, entry, lost_tokens, meters, sum_loads
 from slipstream.moe.rest import RestingExperts
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
+
+Move = Callable[[Tensor], object]  # takes signs, int64 [num_experts]: 1 raises an expert's bias by one step
+
+logger = logging.getLogger("slipstream.train")
 
 
 def connect_experts(engine: Engine) -> None:
@@ -24,10 +37,11 @@ def connect_experts(engine: Engine) -> None:
     window, precision, device = engine.window, engine.precision, engine.device
     logs = mesh.batch.index == mesh.sp.index == mesh.tp.index == 0  # a rank of each pipeline stage
     by_name: dict[str, LoadMeter] = {}
-    ends: list[Callable[[bool], None]] = []
+    balanced: list[tuple[LoadMeter, Move]] = []
 
-    def due() -> int | None:
-        return watch.step if every and watch.step % every == 0 else None
+    def total(counts: Tensor) -> Tensor:
+        """Collective from the first call on."""
+        return states.exchange(mesh.stage).sum(counts)
 
     def connect(_: object = None) -> None:
         for module in states.model.modules():
@@ -35,20 +49,44 @@ def connect_experts(engine: Engine) -> None:
                 module.seed.value = lambda: precision.factor * window.share
         by_name.clear()
         by_name.update(meters(states.model))
+        balanced[:] = _biases(states.model)
         for meter in by_name.values():
             meter.to(device)
         if states.plan.experts.rest_unused:
-            states.steps.rest = RestingExperts(states.model, lambda: states.exchange(mesh.stage).sum)
+            states.steps.rest = RestingExperts(states.model, total)
         states.resources["auxiliary losses"] = losses = ExitStack()
         for meter in by_name.values():
             losses.callback(meter.forget_graph)
-        ends[:] = balancing(states.model, lambda: states.exchange(mesh.stage).sum, due, logs=logs)
 
+    @torch.no_grad()
     def end_step(is_applied: bool) -> None:
-        for end in ends:
-            end(is_applied)
+        if balanced and is_applied:
+            balance(balanced, total)
+        for meter in by_name.values():
+            meter.end_step()
+        if by_name and every and watch.step % every == 0:  # the same on all ranks
+            loads = sum_loads({name: meter.since for name, meter in by_name.items()}, total, by_name)
+            for meter in by_name.values():
+                meter.since.zero_()
+            if logs:
+                logger.info("%s", entry(watch.step, loads))
 
     connect()
     states.on_hooks.append(connect)
     states.suspects.append(lambda: lost_tokens(by_name))
     states.after_step.append(end_step)
+
+
+def _biases(model: nn.Module) -> Iterator[tuple[LoadMeter, Move]]:
+    for module in model.modules():
+        if isinstance(module, MoE) and module.balance is not None:
+            yield module.meter, module.balance.add_
+        elif isinstance(module, ForeignExperts | ListedExperts) and module.bias is not None:
+            yield module.meter, module.bias.move
+
+
+def balance(layers: Sequence[tuple[LoadMeter, Move]], total: Sum) -> None:
+    """Move the layers' biases against the step's load. Collective."""
+    loads = total(torch.cat([meter.now[: meter.num_experts] for meter, _ in layers]))
+    for (_, move), load in zip(layers, loads.split([meter.num_experts for meter, _ in layers]), strict=True):
+        move((load.sum() - load * len(load)).sign().to(torch.int64))
