@@ -100,7 +100,8 @@ class Handle:
         if "think" in self.prompt:
             return ["<th", "ink>\nI ", "wonder", ".\n</th", "ink>\n\n", "So ", "be it"]
         if wants_call:
-            return ["Sure", ".\n<tool", '_call>{"name": "add", ', '"arguments": {"a": 7}}', "</tool_call>", ""]
+            after = " Done." if "then talk" in self.prompt else ""
+            return ["Sure", ".\n<tool", '_call>{"name": "add", ', '"arguments": {"a": 7}}', f"</tool_call>{after}", ""]
         if "unicode" in self.prompt:
             return ["", "naïve ", "\u2028", "🦜", "\r\n", "\u0085end"]
         words = [f"{word} " for word in self.prompt[-40:].split()] or ["nothing "]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import groupby
 
 import pytest
 
-from slipstream.inference.server.calls import CallFinder, Thoughts, form_of
+from slipstream.inference.server.calls import Call, CallFinder, Thoughts, form_of
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": "</x>"}}
 SAY = {"name": "say", "parameters": {}}
@@ -15,17 +16,25 @@ FUNCTIONS = {"add": None, "say": None}
 CALLED = [("add", json.dumps(ADD["arguments"])), ("say", "{}")]
 
 
-def parse(text: str, most: int | None = None) -> tuple[str, list[tuple[str, str]]]:
-    expected = CallFinder(FUNCTIONS, most).push(text, last=True)
+def joined(parts: list[str | Call]) -> list[str | Call]:
+    """With neighboring texts as one."""
+    groups = groupby(parts, key=lambda part: isinstance(part, str))
+    return [part for is_text, group in groups for part in (["".join(map(str, group))] if is_text else group)]
+
+
+def split(parts: list[str | Call]) -> tuple[str, list[Call]]:
+    return "".join(part for part in parts if isinstance(part, str)), [part for part in parts if not isinstance(part, str)]
+
+
+def parse(text: str, most: int | None = None) -> list[str | Call]:
+    expected = joined(CallFinder(FUNCTIONS, most).push(text, last=True))
     for seed in range(20):
         sizes = random.Random(seed)
-        finder, content, calls, unread = CallFinder(FUNCTIONS, most), "", [], text
+        finder, found, unread = CallFinder(FUNCTIONS, most), list[str | Call](), text
         while unread:
             size = sizes.randint(0, 12) if seed else 1
-            new = finder.push(unread[:size], last=False)
-            content, calls, unread = content + new[0], calls + new[1], unread[size:]
-        new = finder.push("", last=True)
-        assert (content + new[0], calls + new[1]) == expected, seed
+            found, unread = found + finder.push(unread[:size], last=False), unread[size:]
+        assert joined(found + finder.push("", last=True)) == expected, seed
     return expected
 
 
@@ -48,18 +57,22 @@ def tag(call: object) -> str:
     ],
 )
 def test_found(text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    assert parse(text) == (content, calls)
+    assert split(parse(text)) == (content, calls)
+
+
+def test_in_the_order_of_the_output() -> None:
+    assert parse(f"One. {tag(ADD)} Two. {tag('no call')}{tag(SAY)}\n") == ["One.", CALLED[0], f" Two. {tag('no call')}", CALLED[1]]
 
 
 def test_at_most() -> None:
-    assert parse(f"{tag(ADD)}{tag(SAY)}", most=1) == ("", CALLED[:1])
-    assert parse(json.dumps([ADD, SAY]), most=1) == ("", CALLED[:1])
+    assert parse(f"{tag(ADD)}{tag(SAY)}", most=1) == CALLED[:1]
+    assert parse(json.dumps([ADD, SAY]), most=1) == CALLED[:1]
 
 
 def test_text_is_not_held_back_for_long() -> None:
     finder = CallFinder(FUNCTIONS)
     pieces = "Hello", " there", ",\n", "a <", "b"
-    assert [finder.push(piece, last=False)[0] for piece in pieces] == ["Hello", " there", ",", "\na", " <b"]
+    assert [split(finder.push(piece, last=False))[0] for piece in pieces] == ["Hello", " there", ",", "\na", " <b"]
 
 
 def test_references_inside_one_of_several_tools_hold() -> None:
@@ -109,14 +122,13 @@ def test_forms_of_templates(template: str, text: str) -> None:
     form = form_of(template)
     for before in ("", "Well:\n") if form.open in text else ("",):
         for size in (1, 3, 1000):
-            finder, content, calls = CallFinder(functions, None, form), "", []
+            finder, found = CallFinder(functions, None, form), list[str | Call]()
             pieces = [(before + text)[start : start + size] for start in range(0, len(before + text), size)]
             for piece, last in [*((piece, False) for piece in pieces), ("", True)]:
-                new = finder.push(piece, last=last)
-                content, calls = content + new[0], calls + new[1]
-            assert (content, calls) == (before.rstrip(), CALLED), size
+                found += finder.push(piece, last=last)
+            assert split(found) == (before.rstrip(), CALLED), size
     other = text.replace("add", "sub")
-    assert CallFinder(functions, None, form).push(other, last=True)[1] in ([], [CALLED[1]]), "no function of that name"
+    assert split(CallFinder(functions, None, form).push(other, last=True))[1] in ([], [CALLED[1]]), "no function of that name"
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,8 @@ def test_a_conversation_with_calls(ai: Any, engine: FakeEngine) -> None:
     history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "use a tool"}]}]
     first = ai.responses.create(model="fake/model", input=history, tools=[{**FLAT, "strict": False}, {"type": "web_search"}])
     assert kinds(first) == ["message", "function_call"] and first.output_text == "Sure."
+    talking = ai.responses.create(model="fake/model", input="use a tool, then talk", tools=[{**FLAT, "strict": False}])
+    assert kinds(talking) == ["message", "function_call", "message"] and talking.output_text == "Sure. Done."
     call_item = first.output[1]
     assert (call_item.name, json.loads(call_item.arguments)) == ("add", {"a": 7})
     history += [item.model_dump(exclude_none=True) for item in first.output]
@@ -331,7 +333,7 @@ def test_a_conversation_with_calls(ai: Any, engine: FakeEngine) -> None:
     assert kinds(forced) == ["function_call"] and json.loads(forced.output[0].arguments) == {"a": 7}
 
 
-@pytest.mark.parametrize("text", ["think", "use a tool", "unicode"])
+@pytest.mark.parametrize("text", ["think", "use a tool", "use a tool, then talk", "unicode"])
 def test_streamed_events_make_the_response(ai: Any, text: str) -> None:
     """openai's own accumulator takes them, and they end in what is returned without a stream."""
 

@@ -8,6 +8,7 @@ a choice, concatenated by `join`.
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import time
 import uuid
@@ -308,10 +309,13 @@ class ChatFormat(ChoicesFormat):
                 deltas.append({"tool_calls": [{"index": 0, **self._call(self.forced[0], "")}]})
             deltas.append({"tool_calls": [{"index": 0, "function": {"arguments": part.text}}]})
         elif self.allowed:
-            text, calls = self._parse(part)
-            first = self._finders[part.index].num_calls - len(calls)
-            deltas += [{"content": text}] if text else []
-            deltas += [{"tool_calls": [{"index": first + num, **self._call(*call)}]} for num, call in enumerate(calls)]
+            finder = self._finder(part.index)
+            numbers = itertools.count(finder.num_calls)
+            for one in finder.push(part.text, last=part.finish is not None):
+                if isinstance(one, str):
+                    deltas.append({"content": one})
+                else:
+                    deltas.append({"tool_calls": [{"index": next(numbers), **self._call(*one)}]})
         elif part.text:
             deltas.append({"content": part.text})
         return deltas
@@ -324,7 +328,9 @@ class ChatFormat(ChoicesFormat):
         elif self.forced:
             text, calls = self._split(joined.index, joined.text)
         else:
-            text, calls = self._parse(joined) if self.allowed else (joined.text, [])
+            found = self._finder(joined.index).push(joined.text, last=True) if self.allowed else [joined.text]
+            text = "".join(one for one in found if isinstance(one, str))
+            calls = [one for one in found if not isinstance(one, str)]
         answer: ChatChoice = {
             "index": joined.index,
             "message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None},
@@ -346,9 +352,8 @@ class ChatFormat(ChoicesFormat):
         thought, text = thoughts.push(part.text, last=part.finish is not None)
         return thought, replace(part, text=text)
 
-    def _parse(self, part: Output) -> tuple[str, list[tuple[str, str]]]:
-        finder = self._finders.setdefault(part.index, CallFinder(self.allowed, self.max_calls, self.calls))
-        return finder.push(part.text, last=part.finish is not None)
+    def _finder(self, index: int) -> CallFinder:
+        return self._finders.setdefault(index, CallFinder(self.allowed, self.max_calls, self.calls))
 
     def _split(self, index: int, text: str) -> tuple[str, list[tuple[str, str]]]:
         """Parse {"name", "arguments"}. A truncated call is returned as text, because it may not name its function yet."""

@@ -38,26 +38,24 @@ class CallFinder:
         self._text = ""  # received, not yet returned
         self._is_text = False  # the output does not begin with JSON
 
-    def push(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
-        """Add `text`. Return the part that is certain to be text, and the calls after it."""
+    def push(self, text: str, *, last: bool) -> list[str | Call]:
+        """Add `text`. Return the parts that are certain to be text, and the calls, in the order of the output."""
         self._text += text
         if not self._is_text and re.fullmatch(r"\s*(\[\s*)?(\{.*)?", self._text, re.DOTALL):
             if not last:
-                return "", []
+                return []
             if parsed := read_json(self._text, self.functions):
-                return "", self._count(parsed)
+                return [*self._count(parsed)]
         self._is_text = True
         opening, close = self.form.open, self.form.close
-        plain = ""
-        calls: list[Call] = []
+        found: list[str | Call] = []
         while opening in self._text:
             before, _, after = self._text.partition(opening)
             body, closing, after = after.partition(close) if close else (after, "", "")
             if not (closing or last):
                 break
             parsed = self.form.read(body, self.functions)  # models forget to close the last one
-            plain += before.rstrip() if parsed else before + opening + body + closing
-            calls += self._count(parsed)
+            found += [before.rstrip() if parsed else before + opening + body + closing, *self._count(parsed)]
             self._text = after
         # Hold back an incomplete call, a suffix that may begin one, and the white space before a call or after the last.
         end = len(self._text) if last else self._text.find(opening)
@@ -65,8 +63,9 @@ class CallFinder:
             end = len(self._text) - overlap(self._text, opening)
         if not last or self.num_calls:
             end = len(self._text[:end].rstrip())
-        plain, self._text = plain + self._text[:end], self._text[end:]
-        return plain, calls
+        found.append(self._text[:end])
+        self._text = self._text[end:]
+        return [part for part in found if part]
 
     def _count(self, calls: list[Call]) -> list[Call]:
         if self.max_calls is not None:
