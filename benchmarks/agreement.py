@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.legs import Options
 from benchmarks.report import Spread, table, verdict, verdicts
-from slipstream.train.verdict import judge
+from slipstream.train.window import judge
 
 SIZES = ((2, 30), (64, 200), (1024, 200))  # ranks, units
 MOST_S = 2e-3  # at the largest size

@@ -489,8 +489,8 @@ def test_a_rank_that_torchrun_reaps_first_is_named(launcher: Launcher) -> None:
     """)
     command = """if True:
         import sys
-        from slipstream.launch import cli, watch
-        watch.RankWatch._adopt = lambda self: None
+        from slipstream.launch import agent, cli
+        agent.RankWatch._adopt = lambda self: None
         sys.exit(cli.main(sys.argv[1:]))
     """
     code, _, err = launcher.run("--nproc", "2", "--max_restarts", "1", script, command=("-c", command, "run"))

@@ -17,8 +17,8 @@ import torch
 
 import slipstream
 from slipstream.inference import draft_model, load
-from slipstream.inference.layer_store import WeightMemory, choose
 from slipstream.inference.native import NativeDecoder
+from slipstream.inference.on_disk import WeightMemory, choose
 from slipstream.inference.weights import LayerWeights
 from slipstream.launch import cli
 from slipstream.ops import build

@@ -12,10 +12,10 @@ import slipstream
 from slipstream.inference.config import NORMS
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.decoder import Decoder, head_shapes
-from slipstream.inference.expert_store import ExpertStore
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder, why_not
+from slipstream.inference.on_disk import ExpertStore
 from slipstream.inference.weights import DecoderWeights, leaves, put, quantize
 from slipstream.ops import build, cpu
 from slipstream.ops.matrices import Int8, to_int4, to_int8, unpack

@@ -34,9 +34,9 @@ from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import Engine, Output
 from slipstream.inference.replica import Session, facts_of
 from slipstream.inference.server import ReplicaError, Router
-from slipstream.inference.server.process import ATTEMPTS, Connected, EngineProcess, Spare
 from slipstream.inference.server.remote import ReplicaState
 from slipstream.inference.server.router import Backlog, backlog, prefix_keys, ranked
+from slipstream.inference.server.sources import ATTEMPTS, Connected, EngineProcess, Spare
 from slipstream.inference.stats import settled, total
 from slipstream.launch.cli import main
 from tests import tiny_chat

@@ -27,7 +27,7 @@ import transformers
 
 from slipstream.inference.server import HostedModel, Models, Router
 from slipstream.inference.server import models as loading
-from slipstream.inference.server.process import Connected
+from slipstream.inference.server.sources import Connected
 from slipstream.launch.cli import build_parser, main
 from tests import tiny_chat
 from tests.inference.test_adapters import write as write_adapter

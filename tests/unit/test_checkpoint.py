@@ -243,23 +243,23 @@ def test_dtypes_are_converted_only_when_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_is_written_is_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, direct: bool) -> None:
     """Several stages and ends that fill none, by each engine, and where the file system refuses to go past the page cache."""
-    from slipstream.checkpoint import data_file
+    from slipstream.checkpoint import writer
     from slipstream.ops.disk import Disk, aligned
 
-    monkeypatch.setattr(data_file, "Disk", partial(Disk, engine=engine))
+    monkeypatch.setattr(writer, "Disk", partial(Disk, engine=engine))
     if not direct:
-        monkeypatch.setattr(data_file.os, "O_DIRECT", 0)
-    monkeypatch.setattr(data_file, "_STAGE", 3 * 4096)
+        monkeypatch.setattr(writer.os, "O_DIRECT", 0)
+    monkeypatch.setattr(writer, "_STAGE", 3 * 4096)
     for i, sizes in enumerate(([], [1], [4096], [3 * 4096], [5000, 0, 100_000, 7], [3 << 20, (1 << 20) + 5])):
         parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
         values = torch.cat([torch.zeros(0, dtype=torch.uint8), *parts])
-        with data_file.DataFile(tmp_path / f"{i}", values.numel()) as file:
+        with writer.DataFile(tmp_path / f"{i}", values.numel()) as file:
             for part in parts:
                 raw = part.numpy().tobytes()
                 assert file.append(part) == [zlib.crc32(raw[at : at + (1 << 20)]) for at in range(0, len(raw), 1 << 20)]
         memory = aligned(-(-values.numel() // 4096) * 4096)
         memory[: values.numel()] = values
-        with data_file.DataFile(tmp_path / f"{i}-at-once", values.numel()) as file:
+        with writer.DataFile(tmp_path / f"{i}-at-once", values.numel()) as file:
             file.begin(memory)
         for name in (f"{i}", f"{i}-at-once"):
             assert (tmp_path / name).read_bytes() == values.numpy().tobytes()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import pytest
 import torch.distributed as dist
 
-from slipstream.launch.watch import GRACE_S
+from slipstream.launch.agent import GRACE_S
 from slipstream.launch.worker import EXIT_S
 from slipstream.world.mesh import Axis
 from slipstream.world.monitor import StatusMonitor

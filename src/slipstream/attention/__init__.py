@@ -1,6 +1,5 @@
 """Block-sparse attention: patterns, modules, and unmodified transformers models."""
 
-from slipstream.attention.dense import causal_attention
 from slipstream.attention.layouts import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -12,7 +11,7 @@ from slipstream.attention.layouts import (
     draw,
 )
 from slipstream.attention.modules import BertSparseSelfAttention, MatMul, Softmax, SparseSelfAttention
-from slipstream.attention.transformers import register, use_sparse_attention
+from slipstream.attention.transformers import causal_attention, register, use_sparse_attention
 from slipstream.attention.utils import SparseAttentionUtils
 
 __all__ = [

@@ -6,7 +6,7 @@
 
 One save is in flight at a time; `AsyncSave.result` waits for it and raises its error. A rank that fails deletes its file, which
 frees space for the text of the reason (`rank_00001.bin.failed`), and rank 0 discards the draft. If a rank dies, its file's
-modification time stops changing (data_file.py) and rank 0 gives up after `patience_s`. A failure is logged when it happens and
+modification time stops changing (writer.py) and rank 0 gives up after `patience_s`. A failure is logged when it happens and
 raised by the next call. A process that exits normally finishes its save first; a killed one leaves a draft, which no load accepts.
 """
 

@@ -331,7 +331,7 @@ class AutomaticCheckpoints(Block):
 
 
 class AdaptiveBatch(Block):
-    """A global batch that follows the gradient noise scale (train/adaptive.py). The block's presence enables it."""
+    """A global batch that follows the gradient noise scale (train/noise.py). The block's presence enables it."""
 
     min_batch_size: Count | None = honored(
         None, "Minimum global batch, in samples; not set: `train_batch_size`, with which training starts."

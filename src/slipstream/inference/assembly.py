@@ -26,9 +26,9 @@ from slipstream.inference.engine import Engine
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.gguf_file import open_gguf, read_gguf
-from slipstream.inference.layer_store import WeightMemory
 from slipstream.inference.load import LoadedModel, is_config, load
 from slipstream.inference.native import NativeDecoder
+from slipstream.inference.on_disk import WeightMemory
 from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_forward, open_generic
 from slipstream.inference.scheduler import MAX_RUNNING, budget_of

@@ -205,7 +205,7 @@ class Engine:
         draft        speculates; num_draft, for lookup in the request's own tokens, is then 0
         end_ids      the model's end tokens; the tokenizer's are added
         sampling     the model's recommended SamplingParams by field name, for callers that ask for them (`recommended`)
-        expert_use   reads the counts of `expert_store`, for `stats`
+        expert_use   reads the counts of `on_disk`, for `stats`
         open_adapter  reads an adapter, (name, folder) -> `Request.adapter`; or the reason that it cannot. `adapters` are loaded now
         unavailable  if not empty, every request is rejected with this text until a `paused` block succeeds
         """

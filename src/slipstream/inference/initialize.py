@@ -20,7 +20,7 @@ import torch
 from slipstream.inference import num_bytes
 from slipstream.inference.assembly import Assembled, assemble, open_engine
 from slipstream.inference.generate import InferenceEngine
-from slipstream.inference.layer_store import WeightMemory
+from slipstream.inference.on_disk import WeightMemory
 from slipstream.inference.options import Refused, check_int, read_config, read_options
 from slipstream.inference.text import Tokenizer
 from slipstream.ops.team import MAX_THREADS

@@ -26,10 +26,9 @@ from slipstream.inference.adapters import ROLES
 from slipstream.inference.config import NO_LATENT, NORMS, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch, Generate, numbers_of
 from slipstream.inference.decoder import learnt
-from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import untouched_zeros
-from slipstream.inference.layer_store import LayerStore, WeightMemory, choose
 from slipstream.inference.models import rope_table, shape_of
+from slipstream.inference.on_disk import LINE, ExpertStore, LayerStore, WeightMemory, choose
 from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.sampler import Draws
 from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp
@@ -266,8 +265,8 @@ class NativeDecoder:
         keeps: bool = True,
     ) -> None:
         """`keeps`: whether keys and values outlive their layer; if not, only `hidden` may be called. `expert_nbytes`: memory for
-        experts, the others are on disk (`expert_store`); None: all are in memory. `memory`: for weights whose layers are read one
-        by one (`weights.read_layer`); those that do not fit are on disk (`layer_store`). `ranks`: the processes that compute the
+        experts, the others are on disk (`on_disk`); None: all are in memory. `memory`: for weights whose layers are read one
+        by one (`weights.read_layer`); those that do not fit are on disk (`on_disk`). `ranks`: the processes that compute the
         model's parts (`config.part`); the constructor is then collective."""
         reason = why_not(config)
         if reason is not None:

@@ -1,6 +1,6 @@
 """An engine in its own process, for an HTTP server (`server.router`), connected by one socket with `wire`'s messages.
 
-    python -m slipstream.inference.replica DESCRIPTOR       # of a connected socket; `server.process` starts it
+    python -m slipstream.inference.replica DESCRIPTOR       # of a connected socket; `server.sources` starts it
 
 The first message decides what the process becomes: a replica (`open`), or the zygote of replicas (`load`, [Note: Zygote]).
 

@@ -22,7 +22,7 @@ from slipstream.world.host import available_memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.inference.layer_store import WeightMemory
+    from slipstream.inference.on_disk import WeightMemory
     from slipstream.inference.ranks import ServingRanks
     from slipstream.inference.weights import DecoderWeights
 
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     max_running: int
     max_context: int | None  # None: the model's
     threads: int | None = None  # of the native forward
-    expert_nbytes: int | None = None  # memory for experts (`expert_store`); None: all are in memory
+    expert_nbytes: int | None = None  # memory for experts (`on_disk`); None: all are in memory
     ranks: ServingRanks | None = None  # the processes that compute the model's parts
     num_blocks: int | None = None  # of the cache; None: as many as fit into kv_cache_bytes
     spare_bytes: int | None = None  # memory that the cache leaves free; None: by `_SHARE`
@@ -137,7 +137,7 @@ def _over(own: Runner, forward: str, device: torch.device, ranks: ServingRanks |
         torch.cuda.synchronize(device)  # the engine's thread may use another stream
     if ranks is None:
         return Opened(own, forward)
-    from slipstream.inference.ranks_runner import RanksRunner
+    from slipstream.inference.ranks import RanksRunner
 
     transport = "" if device.type == "cpu" else " over NCCL" if ranks.over_nccl else " over gloo: they share a GPU"
     return Opened(RanksRunner(own, ranks, device, embeds=embeds), f"{forward} in {ranks.size} processes{transport}")

@@ -36,7 +36,7 @@ class Histogram:
 
 
 class Use(NamedTuple):
-    """Experts on disk (`expert_store`) that layers needed since the start: found in memory, or read."""
+    """Experts on disk (`on_disk`) that layers needed since the start: found in memory, or read."""
 
     hits: int = 0
     misses: int = 0

@@ -80,8 +80,8 @@ def arrange(mesh: KnownMesh, hosts: Sequence[tuple[str, int]], *, may_change: bo
 
     Raises ValueError if the sizes do not fit the ranks, or tp the ranks of a host.
     """
-    from slipstream.world.layout import layout_table, slices_apart  # imports torch, for which a run without axes need not wait
     from slipstream.world.mesh import Place, nearest_sizes, place_ranks
+    from slipstream.world.sizes import layout_table, slices_apart  # imports torch, for which a run without axes need not wait
 
     num_ranks = sum(count for _, count in hosts)
     sizes = {axis: mesh.sizes.get(axis, 1) for axis in ("pp", "sp", "tp")}

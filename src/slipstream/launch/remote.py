@@ -22,7 +22,7 @@ from slipstream.world import brief
 
 _POLL_S = 0.05
 _RECORDS_S = 0.5  # seconds after the first failure for the records of other commands to arrive
-_GRACE_S = 4.0  # seconds from the request to stop until SIGKILL; agents stop their ranks within watch.GRACE_S
+_GRACE_S = 4.0  # seconds from the request to stop until SIGKILL; agents stop their ranks within agent.GRACE_S
 
 
 class _Stopped(Exception):

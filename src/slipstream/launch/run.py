@@ -242,7 +242,7 @@ def _layout(
     """A report on the placement of ranks, and variables for the ranks. Raises ValueError if the mesh does not fit."""
     if around.mesh is None:
         return [], {}
-    from slipstream.world.layout import SHOWN  # imports torch
+    from slipstream.world.sizes import SHOWN  # imports torch
 
     ranks = [(host.name, len(host.devices)) for host in chosen]
     if around.hostfile is None:

@@ -3,7 +3,8 @@
 [Note: Zygote of ranks] The first ranks are ordinary processes. Meanwhile the zygote imports torch, this package, and the installed
 packages that the script imports; the user's own modules are not run before a rank runs them. A rank of a later attempt is forked
 from the zygote through an intermediate process that exits at once. The kernel then makes the rank a child of the agent, which is
-the nearest "subreaper" at that moment, so that torchrun and `watch` see an ordinary child. The rank waits until the agent has it.
+the nearest "subreaper" at that moment, so that torchrun and `RankWatch` see an ordinary child. The rank waits until the agent has
+it.
 
     to the zygote                      from it
                                        ready

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-
-from slipstream.observe import lines
 
 logger = logging.getLogger(__name__)
 _MIB = 1 << 20
@@ -67,5 +66,15 @@ class PhaseMemory:
 
 def tell_phases(engine: Any) -> None:
     """Log the memory around forward, backward and step, on each rank."""
-    lines.show(logger)  # rank 0's log is shown by the engine
+    show_lines(logger)  # rank 0's log is shown by the engine
     engine.progress.around.append(PhaseMemory(engine))
+
+
+def show_lines(logger: logging.Logger) -> None:
+    """Write a logger's lines of level INFO to stderr, unless the script has handlers or a level for it."""
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+    if logger.level == logging.NOTSET and logger.getEffectiveLevel() > logging.INFO:
+        logger.setLevel(logging.INFO)

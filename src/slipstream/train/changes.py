@@ -22,11 +22,10 @@ from slipstream.observe.trace import trace_steps
 from slipstream.ops import matmul
 from slipstream.quantized.linear import QuantizedEmbedding, nothing
 from slipstream.quantized.rules import quantize_by_rules, rules_of
-from slipstream.train.adaptive import adapt_batch
 from slipstream.train.curriculum import shorten_sequences
 from slipstream.train.figures import monitor
 from slipstream.train.layer_drop import drop_layers
-from slipstream.train.noise import measure_noise
+from slipstream.train.noise import adapt_batch, measure_noise
 from slipstream.train.random_ltd import drop_tokens
 from slipstream.train.second_order import SecondOrder, mean_over, most_over
 from slipstream.train.trial import follow_trial

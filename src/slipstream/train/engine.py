@@ -34,8 +34,7 @@ from slipstream.train.progress import Progress
 from slipstream.train.saving import optimizer_state
 from slipstream.train.schedules import advance
 from slipstream.train.states import States
-from slipstream.train.verdict import Verdict, judge
-from slipstream.train.window import AccumulationWindow
+from slipstream.train.window import AccumulationWindow, Verdict, judge
 from slipstream.world.watch import PeerError
 from slipstream.zero import access, memory
 from slipstream.zero.buffers import spread_first

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Plan, describe, keys
-from slipstream.observe import clock, lines
-from slipstream.world.layout import SHOWN, layout_table, layout_title, slices_apart
+from slipstream.observe import clock
+from slipstream.observe.memory import show_lines
 from slipstream.world.mesh import Mesh
+from slipstream.world.sizes import SHOWN, layout_table, layout_title, slices_apart
 
 logger = logging.getLogger("slipstream.train")
 _MOST_SPANS = 256
@@ -29,7 +30,7 @@ def log_plan(plan: Plan) -> None:
     if plan.log_level is not None:
         package.setLevel(plan.log_level.upper())
     if logs:
-        lines.show(package)
+        show_lines(package)
     keys.say_idle(plan.idle)
     keys.say(plan.notes)
     if plan.dump_state:

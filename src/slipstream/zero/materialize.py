@@ -4,12 +4,17 @@ given        a parameter that has memory: the first rank's values are used on al
 recorded     a parameter on meta that was built inside `zero.Init`: its constructors are replayed (zero/recording.py), with the
              first rank's draws
 initialized  any other parameter on meta: its module's `reset_parameters` and the model's `_init_weights` run, with the first
-             rank's draws, or PEFT's initializer (zero/adapters.py)
+             rank's draws, or PEFT's initializer ([Note: Adapters on meta])
 read         a parameter that a `Reader` knows: each rank reads its own ranges
 
 [Note: Whose turn it is] An initializer may write to its module's children, or to parameters that it shares. The root's parameters
 are initialized first, then each block's. While modules initialize themselves, every parameter of another turn is on meta, where a
 write does nothing and draws no random number. So the draws depend on the model and the seed, never on stage, tier or world size.
+
+[Note: Adapters on meta] PEFT's own initialization has no effect on adapters that were added to a model on meta. A PEFT layer lists
+in `adapter_layer_names` the attributes that hold adapters by name. LoRA adapters are initialized again by the layer's own
+initializer. Any other adapter raises an error: some start from the base weights, and the default initializers of their modules
+would be wrong for all of them.
 
 Parameters stay the same Python objects (`torch.utils.swap_tensors`), so earlier references stay valid.
 """
@@ -19,16 +24,15 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from typing import Protocol
+from functools import partial, reduce
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from slipstream.zero.adapters import find_adapters
 from slipstream.zero.comm import Comm
 from slipstream.zero.layout import Layout, overlap
 from slipstream.zero.leaves import Leaf, cuts_of, named_leaves, part_of, refuse_trainable, whole_shape
@@ -306,3 +310,43 @@ def _is_marked(tensor: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor.detach()).any())
     return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).any())
+
+
+class Adapter(NamedTuple):
+    """An adapter that needs initial values."""
+
+    params: list[nn.Parameter]
+    reset: Callable[[], None]
+
+
+def find_adapters(model: nn.Module, fresh: Collection[int]) -> dict[str, list[Adapter]]:
+    """The adapters with parameters in `fresh` (ids), by layer name. Raises ValueError for one that only PEFT can initialize."""
+    adapters: dict[str, list[Adapter]] = {}
+    configs = getattr(model, "peft_config", {})
+    for path, layer in model.named_modules():
+        for name, params in _adapter_params(layer).items():
+            uninitialized = [param for param in params if id(param) in fresh]
+            if not uninitialized:
+                continue
+            config = configs.get(name)
+            init: Any = getattr(config, "init_lora_weights", None)
+            is_plain = name not in getattr(layer, "lora_variant", {})  # set by DoRA and others
+            if not (hasattr(layer, "reset_lora_parameters") and is_plain and (init is True or str(init).lower() == "gaussian")):
+                raise ValueError(
+                    f"adapter {name!r} of module {path!r} ({type(layer).__name__}) was made on meta, and its initial values are "
+                    f"lost; of PEFT's adapters only LoRA (init_lora_weights=True or 'gaussian', no variants) can be initialized "
+                    f"again. Add it after initialize, inside `with engine.surgery():`, or to a model that has its weights"
+                )
+            adapters.setdefault(path, []).append(Adapter(uninitialized, partial(layer.reset_lora_parameters, name, init)))
+    return adapters
+
+
+def _adapter_params(layer: Any) -> dict[str, list[nn.Parameter]]:
+    """The parameters of a layer's adapters, by the adapter's name."""
+    params: dict[str, list[nn.Parameter]] = {}
+    for attribute in getattr(layer, "adapter_layer_names", ()):
+        holder = getattr(layer, attribute, None)
+        for name, item in holder.items() if isinstance(holder, nn.ModuleDict | nn.ParameterDict) else ():
+            if isinstance(item, nn.Module | nn.Parameter):
+                params.setdefault(name, []).extend([item] if isinstance(item, nn.Parameter) else item.parameters())
+    return params

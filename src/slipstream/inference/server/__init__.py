@@ -5,10 +5,9 @@ from slipstream.world.extras import needs
 with needs("serving over HTTP", extra="serve"):
     from slipstream.inference.server.app import create_app
     from slipstream.inference.server.models import HostedModel, Models
-    from slipstream.inference.server.network import EngineAddress
-    from slipstream.inference.server.process import ReplicaError, Spare
     from slipstream.inference.server.router import Router
     from slipstream.inference.server.run import DeadEngineError, check, serve
+    from slipstream.inference.server.sources import EngineAddress, ReplicaError, Spare
 
 __all__ = [
     "DeadEngineError",

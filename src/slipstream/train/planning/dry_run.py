@@ -5,6 +5,11 @@ A copy of the model runs without the engine's hooks. The dry run imitates how an
 
 Each storage counts once, from the operation that creates it until its last user drops it, in forward and backward. Memory that an
 operation allocates and frees internally (a matrix product's scratch memory) does not count.
+
+[Note: Even routes] Layers that call the modules of a list (transformers 4, or custom code) read which experts their tokens chose:
+`nonzero`, `where`, masks, loops over values. Fake tensors have no values. So operations that choose from the scores of all experts
+(`topk`, `argmax`, ...) return indices with values, which assign the experts in turn. Results that depend only on these indices have
+values, too. Where a mask with values indexes a tensor without values, it is replaced by the positions that it selects.
 """
 
 from __future__ import annotations
@@ -13,31 +18,36 @@ import copy
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from slipstream.config.plan import Plan
-from slipstream.train.planning.even_routes import even_routes
 from slipstream.train.planning.predict import ComputeWork, Moment, Profile
 from slipstream.train.precision import Precision, buffer_rule
 from slipstream.zero.buffers import BUFFERS_STAY, BufferRule, buffer_dtypes
 from slipstream.zero.leaves import named_leaves
 from slipstream.zero.trees import map_tensors
 from slipstream.zero.trees import tensors_in as tensors_in  # for observe/, too
+from slipstream.zero.wrap import expert_lists, wrap
 from slipstream.zero.wrap import repeated_blocks as repeated_blocks
-from slipstream.zero.wrap import wrap
 
 _aten = torch.ops.aten
 _ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")  # torch's kernels
+_CHOOSE: frozenset[Callable[..., Any]] = frozenset(
+    getattr(place, name) for place in (torch, Tensor) for name in ("topk", "argmax", "max", "sort", "argsort", "multinomial")
+)
+_AT = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 Formula = Callable[..., int]  # called with an operation's arguments and its result (out_val)
 
 
@@ -314,3 +324,59 @@ class _Meter(TorchDispatchMode):
     def profile(self) -> Profile:
         dtype = max(self.products, key=lambda name: self.products[name])
         return Profile(tuple(self.moments), ComputeWork(*self.work["forward"]), ComputeWork(*self.work["backward"]), dtype)
+
+
+def even_routes(model: nn.Module) -> AbstractContextManager[Any]:
+    """The context for the forward and backward of a model on fake tensors: [Note: Even routes]. A no-op for models without lists of
+    experts."""
+    lists = [list(model.get_submodule(name).children()) for name in expert_lists(model)]
+    sizes = {sum(any(True for _ in module.parameters()) for module in modules) for modules in lists}
+    return EvenRoutes(sizes) if sizes else nullcontext()
+
+
+class EvenRoutes(TorchFunctionMode):
+    """sizes: numbers of experts; a float tensor whose last dimension has such a size is taken for scores."""
+
+    def __init__(self, sizes: set[int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(tensors_in((args, kwargs)))
+        if tensors and not any(isinstance(each, FakeTensor) for each in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func in _AT:
+            args = (args[0], _index(args[1]), *args[2:])
+        out = func(*args, **kwargs)
+        scores = tensors[0] if func in _CHOOSE else None
+        if scores is None or not scores.is_floating_point() or not scores.dim() or scores.shape[-1] not in self.sizes:
+            return out
+        num = scores.shape[-1]
+        return map_tensors(out, lambda each: each if each.is_floating_point() else _even(each, num))
+
+
+def _even(chosen: Tensor, num: int) -> Tensor:
+    with unset_fake_temporarily():
+        return torch.arange(chosen.numel()).remainder(num).view(chosen.shape)
+
+
+def _index(index: Any) -> Any:
+    """The index with real masks and scalars replaced by positions and numbers, because the shape of the result depends on them."""
+    if not isinstance(index, tuple):
+        index = (index,)
+    return tuple(each for part in index for each in _parts(part))
+
+
+def _parts(part: Any) -> Iterator[Any]:
+    if not isinstance(part, Tensor) or isinstance(part, FakeTensor):
+        yield part
+    elif part.dtype is torch.bool:
+        with unset_fake_temporarily():
+            yield from part.nonzero().unbind(1)
+    elif not part.dim():
+        with unset_fake_temporarily():
+            yield int(part)
+    else:
+        yield part

@@ -1,13 +1,24 @@
-"""Write a Hugging Face folder of an engine's model: its weights, the base with PEFT adapters merged, or the adapters alone."""
+"""Write a Hugging Face folder of an engine's model: its weights, the base with PEFT adapters merged (train/handover.py), or the
+adapters alone, in a folder that `PeftModel.from_pretrained` loads.
+
+PEFT itself determines an adapter's parameters and their names in the folder, on stand-ins on meta. The values are written from the
+masters.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice, pretrained
@@ -15,7 +26,6 @@ from slipstream.checkpoint.plan import dtype_of
 from slipstream.quantized import Numbers, head_of, row_forms
 from slipstream.train import handover
 from slipstream.train.saving import entries
-from slipstream.train.saving import peft as adapters
 from slipstream.train.saving.save import agree
 from slipstream.train.states import States
 
@@ -96,15 +106,15 @@ def _save_adapters(states: States, folder: str, dtype: torch.dtype | None, where
     """Write the adapters in PEFT's layout: the adapter "default" in the folder itself, others in subfolders."""
     held = {key.partition(".")[2]: value for key, value in (entries.weights(states) | entries.first_buffers(states)).items()}
     buffers = {key.partition(".")[2]: buffer for key, buffer in entries.buffers(states).items()}
-    for adapter in adapters.of(states, buffers):
+    for adapter in _peft_adapters(states, buffers):
         tensors = {
             key: pretrained.Out(held[name], (None if name in buffers else dtype) or _dtype_of(states, name, held[name]))
             for key, name in adapter.tensors.items()
         }
         tensors = _of_all_stages(tensors, states)
         path = folder if adapter.name == "default" else os.path.join(folder, adapter.name)
-        one_file = {**where, "shard_nbytes": sys.maxsize, "single": adapters.WEIGHTS}
-        pretrained.write(path, tensors, texts={adapters.CONFIG: adapter.config}, **one_file)
+        one_file = {**where, "shard_nbytes": sys.maxsize, "single": WEIGHTS}
+        pretrained.write(path, tensors, texts={CONFIG: adapter.config}, **one_file)
 
 
 def _numbers(states: States) -> dict[str, FlatSlice]:
@@ -126,3 +136,98 @@ def _dtype_of(states: States, name: str, held: FlatSlice | Tensor) -> torch.dtyp
     if isinstance(held, Tensor):
         return held.dtype
     return next(unit.dtypes.weights for unit in states.units if name in unit.names)
+
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_COMPUTED = (
+    "adapter {!r} is saved as values that PEFT computes from its parameters: save it with PEFT, inside "
+    "slipstream.zero.gathered(model.parameters())"
+)
+
+
+class PeftAdapter(NamedTuple):
+    """The contents of one adapter's folder."""
+
+    name: str
+    tensors: dict[str, str]  # name in PEFT's folder -> name in the model; "" if the value is no parameter
+    config: str  # the text of adapter_config.json
+
+
+def _peft_adapters(states: States, buffers: Mapping[str, Any]) -> list[PeftAdapter]:
+    """All adapters of the model, with the tensors of this pipeline stage. Collective; all ranks raise ValueError if a folder would
+    lack trained parameters or hold other values."""
+    module: Any = states.model
+    shapes = {
+        id(whole): slot.shape for unit in states.units for whole, slot in zip(unit.model_params, unit.layout.slots, strict=True)
+    }
+    known = {id(whole): name for unit in states.units for whole, name in zip(unit.model_params, unit.names, strict=True)}
+    names = {name: known[id(param)] for name, param in module.named_parameters(remove_duplicate=False) if id(param) in known}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    stand_ins = {name: torch.empty(shapes[id(parameters[name])], device="meta") for name in names}
+    stand_ins |= {name: torch.empty_like(buffer, device="meta") for name, buffer in buffers.items()}
+    meant = {id(value): names.get(name, name) for name, value in stand_ins.items()}
+    meant |= {id(buffer): name for name, buffer in buffers.items()}
+    with _shown(module, stand_ins):
+        configs = getattr(module, "peft_config", {})
+        adapters = [_of_one(module, name, config, stand_ins, meant) for name, config in configs.items()]
+    own = {adapter.name for adapter in adapters if adapter.tensors}, _refusal(states, adapters)
+    present, refusals = zip(*states.mesh.world.gather(own), strict=True)
+    absent = [_COMPUTED.format(name) for name in configs if not any(name in names for names in present)]
+    if why := next(filter(None, (*refusals, *absent)), ""):
+        raise ValueError(why)
+    return adapters
+
+
+def _refusal(states: States, adapters: Sequence[PeftAdapter]) -> str:
+    """Why this rank's part of the folders would lack trained parameters or hold other values; "" if it is right."""
+    written = {name for adapter in adapters for name in adapter.tensors.values()}
+    if computed := [adapter.name for adapter in adapters if "" in adapter.tensors.values()]:
+        return _COMPUTED.format(computed[0])
+    trained = [name for unit in states.units for name, param in zip(unit.names, unit.params, strict=True) if param.requires_grad]
+    lost = [name for name in trained if name not in written]
+    if not lost:
+        return ""
+    return (
+        f"{lost[0]!r}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''} are trained but belong to no adapter in "
+        f"peft_config, so the folder would lack them: name them in modules_to_save, or use save_checkpoint(contents='adapters')"
+    )
+
+
+@contextmanager
+def _shown(model: nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Temporarily replace parameters by stand-ins: PEFT reads some modules' `state_dict`, and sharded values cannot be read."""
+    modules = list(model.named_modules())
+    held = [(module._parameters, name, param, path) for path, module in modules for name, param in module._parameters.items()]
+    try:
+        for parameters, name, param, path in held:
+            if param is not None and (full := f"{path}.{name}" if path else name) in stand_ins:
+                parameters[name] = nn.Parameter(stand_ins[full], requires_grad=False)
+        yield
+    finally:
+        for parameters, name, param, _ in held:
+            parameters[name] = param
+
+
+def _of_one(module: Any, name: str, config: Any, stand_ins: dict[str, torch.Tensor], meant: dict[int, str]) -> PeftAdapter:
+    from peft import get_peft_model_state_dict
+
+    values: dict[str, Any] = {}
+    if not config.is_prompt_learning:
+        values = get_peft_model_state_dict(module, state_dict=dict(stand_ins), adapter_name=name)
+    # adapters that were injected into a model without a PeftModel wrapper have no prefix
+    tensors = {handover.PREFIX + key.removeprefix(handover.PREFIX): meant.get(id(value), "") for key, value in values.items()}
+    return PeftAdapter(name, tensors, _config(module, config))
+
+
+def _config(module: Any, config: Any) -> str:
+    """The text of adapter_config.json as PEFT writes it."""
+    base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
+    base_class = getattr(base, "base_class", type(base))  # of a pipeline stage: the class of the whole model
+    kind = {"base_model_class": base_class.__name__, "parent_library": base_class.__module__}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder, auto_mapping_dict=None if config.task_type else kind)
+        text: str = (Path(folder) / CONFIG).read_text("utf-8")
+    return json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"

@@ -1,14 +1,20 @@
-"""The process of one replica: its start, its stderr, its end.
+"""Where a server's engines are: each in a process of this host, or on another host.
 
-On CPUs replicas are forks of a `Zygote`, which has loaded the model. Importing torch takes a process longer than opening a small
-model, so a `Spare` has imported it in advance for the next process that loads a model."""
+The process of a replica: its start, its stderr, its end. On CPUs replicas are forks of a `Zygote`, which has loaded the model.
+Importing torch takes a process longer than opening a small model, so a `Spare` has imported it in advance for the next process that
+loads a model.
+
+An engine on another host (`listener`) is started and ended there: `EngineAddress` connects to it, and again when it is lost.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -18,13 +24,17 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
-from slipstream.inference.wire import Link, frame_of, is_readable
+from slipstream.inference.handshake import enter
+from slipstream.inference.tls import Connection, Encrypted
+from slipstream.inference.wire import BEAT, Link, frame_of, is_readable
 
 TAIL = 20  # lines of stderr kept for the error message
 PATIENCE = 5.0  # seconds for a process to exit by itself
 ATTEMPTS = 3  # consecutive starts that may fail before the server exits
 MAX_PAUSE = 10.0  # the most seconds between two starts
 SPARE = "spare engine"
+CONNECT = 3.0  # seconds to connect to another host
+PAUSE = 1.0  # the most seconds between two tries
 BUSY = 0.5  # seconds for a zygote to report how a fork ended
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -297,3 +307,79 @@ class EngineProcess:
     def end(self) -> str:
         """As `_Process.end`."""
         return "was never started" if self._process is None else self._process.end()
+
+
+@dataclass(kw_only=True)
+class EngineAddress:
+    """A `router.Source`. One thread calls it."""
+
+    address: str  # HOST:PORT, [IPV6]:PORT
+    secret: bytes
+    tls: ssl.SSLContext | None = None  # `tls.server_context`; None: not encrypted
+    beat: float = BEAT
+    attempts = math.inf  # it comes and goes with its host
+    max_pause = PAUSE
+
+    def __post_init__(self) -> None:
+        self._connection: socket.socket | None = None
+        self._stopped = False
+
+    @property
+    def name(self) -> str:
+        return f"engine {self.address}"
+
+    def open(self) -> Connected:
+        """Raises ValueError for another secret or an untrusted certificate, OSError if the engine cannot be reached."""
+        try:
+            connection = self._connect()
+        except ssl.SSLCertVerificationError as error:
+            self._cut()
+            raise ValueError(f"{self.name}: its certificate is not accepted (--engine-tls-ca): {error.verify_message}") from None
+        except OSError as error:
+            self._cut()
+            raise OSError(f"{self.name}: {error.strerror or error}") from None
+        except ValueError as error:
+            self._cut()
+            raise ValueError(f"{self.name}: {error}") from None
+        link = Link(connection, self.beat)
+        kind, *rest = next(link.messages, ("ended",))
+        if kind != "ready":
+            link.close()
+            raise OSError(f"{self.name}: it has closed the connection")
+        return Connected(link, rest[0])
+
+    def _connect(self) -> Connection:
+        host, _, port = self.address.rpartition(":")
+        host = host.strip("[]")
+        self._connection = plain = socket.create_connection((host, int(port)), CONNECT)
+        if self._stopped:
+            self._cut()
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            connection = plain if self.tls is None else Encrypted(plain, self.tls, host)
+        except ssl.SSLCertVerificationError:
+            raise
+        except ssl.SSLError as error:
+            plain_end = error.reason == "WRONG_VERSION_NUMBER"
+            hint = ": start the engine with --tls-cert, or leave --engine-tls-ca out" if plain_end else ""
+            raise OSError(f"{error.reason}{hint}") from None
+        try:
+            enter(connection, self.secret)
+        except TimeoutError:
+            hint = "; an engine with --tls-cert needs --engine-tls-ca here" if self.tls is None else ""
+            raise OSError(f"it says nothing (timed out){hint}") from None
+        return connection
+
+    def stop(self) -> None:
+        """Make `open` raise, from another thread."""
+        self._stopped = True
+        self._cut()
+
+    def end(self) -> str:
+        return "cannot be reached any more"
+
+    def _cut(self) -> None:
+        if self._connection is not None:
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
