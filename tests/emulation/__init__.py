@@ -370,10 +370,10 @@ def _collective(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         work = function(*tree_map(_hosted, args), **tree_map(_hosted, kwargs))
         done = Event()
         done.record(stream)
-        if work is not None:
+        if isinstance(work, dist.Work):
             return _Work(work, done, written)
         done.wait(_current_stream())
-        return None
+        return work
 
     return call
 
