@@ -648,7 +648,12 @@ def test_sensitive_layers_keep_their_bits(more: dict[str, Any], tmp_path: Any) -
     low = curved(ordered, 2, x.bfloat16(), bf16={"enabled": True}, **more)
     assert [2 < last <= 20 for _, last in losses_of(low)] == [True] * 3 and len({last for _, last in losses_of(low)}) > 1
     low.destroy()
-    seldom = curved(MOQ | {"eigenvalue": {**ordered["eigenvalue"], "gas_boundary_resolution": 3}}, 2, x)
+
+
+def test_layers_keep_their_bits_if_curvature_is_measured_seldom() -> None:
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    measured = {"enabled": True, "layer_name": "layers", "tol": 1e-4, "gas_boundary_resolution": 3}
+    seldom = curved(MOQ | {"eigenvalue": measured}, 2, x)
     assert losses_of(seldom) == [[2, 4]] * 3
     seldom.destroy()
 
