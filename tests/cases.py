@@ -16,6 +16,7 @@ from tests.on_gpu import ON_GPU
 
 EVERYTHING = os.environ.get("SLIPSTREAM_TESTS") == "all"
 STAGES = (0, 1, 2, 3) if EVERYTHING else (1, 3)  # of scenarios on one transport
+STEPS = 3 if EVERYTHING else 2  # of scenarios against a twin: the second step has an optimizer's states and a known order
 _STAGES = {"shared": (2, 3), "gloo": (0, 3)}
 _BOTH = "tests/contract/"
 
@@ -49,18 +50,33 @@ def _met(row: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
 def alternate(items: list[pytest.Item]) -> None:
     """Mark as slow every second transport of the scenarios that run on both: they take turns, and `make test-all` runs all.
 
-    The first turn follows from the name of a test. Contracts keep both.
+    The first turn follows from the name of a test. Contracts keep both. So do several scenarios with numbers of ranks.
     """
     if EVERYTHING or ON_GPU:  # a GPU's run leaves out the scenarios in shared memory itself
         return
-    tests: dict[str, dict[tuple[Any, ...], dict[str, pytest.Item]]] = defaultdict(lambda: defaultdict(dict))
+    for name, scenarios in _scenarios(items, "world_size").items():
+        worlds = sorted(set().union(*scenarios.values()))
+        for turn, of_scenario in enumerate(scenarios.values(), zlib.crc32(name.encode())):
+            for world, together in of_scenario.items():
+                if 1 < len(of_scenario) == len(worlds) <= len(scenarios) and world != worlds[turn % len(worlds)]:
+                    for item in together:
+                        item.add_marker(pytest.mark.slow)
+    for name, scenarios in _scenarios(items, "transport").items():
+        for turn, of_scenario in enumerate(scenarios.values(), zlib.crc32(name.encode())):
+            if of_scenario.keys() == _STAGES.keys():
+                for item in of_scenario[tuple(_STAGES)[turn % 2]]:
+                    item.add_marker(pytest.mark.slow)
+
+
+def _scenarios(items: list[pytest.Item], axis: str) -> dict[str, dict[tuple[str, ...], dict[Any, list[pytest.Item]]]]:
+    """Of each test that has a parameter `axis`, by the values of the others (of a transport: but for the transport), its items by
+    the value of that one."""
+    tests: Any = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        if params.get("transport") in _STAGES and item.get_closest_marker("slow") is None and not item.nodeid.startswith(_BOTH):
+        if axis in params and item.get_closest_marker("slow") is None and not item.nodeid.startswith(_BOTH):
             name, _, ids = item.nodeid.partition("[")
-            scenario = tuple(word for word in ids.rstrip("]").split("-") if word != params["transport"])
-            tests[name][scenario][params["transport"]] = item
-    for name, scenarios in tests.items():
-        for turn, of_scenario in enumerate(scenarios.values(), zlib.crc32(name.encode())):
-            if len(of_scenario) == len(_STAGES):
-                of_scenario[tuple(_STAGES)[turn % 2]].add_marker(pytest.mark.slow)
+            apart = {params.get("transport"), f"world{params['world_size']}" if axis == "world_size" else None}
+            scenario = tuple(word for word in ids.rstrip("]").split("-") if word not in apart)
+            tests[name][scenario][params[axis]].append(item)
+    return tests

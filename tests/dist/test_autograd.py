@@ -16,7 +16,7 @@ from tests import cases, toy
 from tests.pool import distributed
 from tests.toy import floats
 
-STAGES, STEPS, CLIP = (0, 1, 2, 3), 3, 0.5
+STAGES, STEPS, CLIP = (0, 1, 2, 3), cases.STEPS, 0.5
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 
 # ---- models

@@ -112,7 +112,8 @@ def load_elsewhere(folder: Path, optimizer: str, stage: int, transport: str) -> 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_saved_at_world_4_stage_3_loads_at_world_2_stage_1(optimizer: str, tmp_path: Path) -> None:
     expected = run(4, save_somewhere, tmp_path, optimizer, 3)[0]
-    for world, stage, transport in ((2, 1, "shared"), (1, 0, "auto"), (4, 2, "gloo")):
+    rows = ((2, 1, "shared"), (1, 0, "auto"), (4, 2, "gloo"))
+    for world, stage, transport in rows if cases.EVERYTHING or optimizer == "AdamW" else rows[:1]:
         for results in run(world, load_elsewhere, tmp_path, optimizer, stage, transport):
             same(results, expected)
 
@@ -178,24 +179,23 @@ HARMS: dict[str, Callable[[Path], None]] = {
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("harm", HARMS)
-def test_a_bad_checkpoint_is_refused_and_changes_nothing(harm: str, tmp_path: Path) -> None:
-    for stage in (1, 3):
-        folder = tmp_path / str(stage)
-        engine = build(stage)
-        go(engine, 2)
-        engine.save_checkpoint(str(folder), tag="bad")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_bad_checkpoint_is_refused_and_changes_nothing(stage: int, tmp_path: Path) -> None:
+    engine = build(stage)
+    go(engine, 2)
+    for harm in HARMS:
+        engine.save_checkpoint(str(tmp_path), tag=harm)
         dist.barrier()
         if engine.rank == 0:
-            HARMS[harm](folder / "bad")
+            HARMS[harm](tmp_path / harm)
         dist.barrier()
-        go(engine, 2)
+        go(engine, 1)
         before = snapshot(engine)
         with pytest.raises(CheckpointError):
-            engine.load_checkpoint(str(folder), tag="bad")
+            engine.load_checkpoint(str(tmp_path), tag=harm)
         same(snapshot(engine), before)
-        go(engine, 2)
-        engine.destroy()
+    go(engine, 2)
+    engine.destroy()
 
 
 @distributed(world_size=2)

@@ -18,7 +18,7 @@ from slipstream.zero.leaves import mark_part
 from tests import cases, probe, toy
 from tests.pool import distributed, run
 
-EXPERTS, DIM, STEPS, CLIP = 4, 8, 3, 0.05
+EXPERTS, DIM, STEPS, CLIP = 4, 8, cases.STEPS, 0.05
 
 
 class Gather(torch.autograd.Function):

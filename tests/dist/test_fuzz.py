@@ -66,7 +66,7 @@ def trace(stage: int, transport: str, steps: int) -> list[int]:
     return sums
 
 
-@distributed(world_size=(2, 4), transports=("shared", "gloo"), timeout=120)
+@distributed(world_size=(2, 4) if cases.EVERYTHING else 2, transports=("shared", "gloo"), timeout=120)
 def test_timing_changes_nothing(world_size: int, transport: str, seed: int) -> None:
     for stage in cases.stages(transport):
         expected = trace(stage, transport, 6)
@@ -85,7 +85,7 @@ class Branching(toy.Net):
         return out
 
 
-@distributed(world_size=(2, 4))
+@distributed(world_size=(2, 4) if cases.EVERYTHING else 4)
 def test_random_branches_by_rank_on_shared_memory(world_size: int, seed: int) -> None:
     """Against plain torch with the same branches."""
     steps, sgd = 8, {"lr": 0.05}
@@ -127,7 +127,7 @@ class Generator(toy.Lm):
         return logits
 
 
-@distributed(world_size=(2, 4))
+@distributed(world_size=(2, 4) if cases.EVERYTHING else 2)
 def test_generation_ends_at_another_token_on_each_rank(world_size: int, seed: int) -> None:
     """Also if one rank generates nothing, and between a forward and its backward."""
     for stage in STAGES:

@@ -83,7 +83,9 @@ def test_overlap_between_shares_of_the_tokens(kind: str, stage: int, transport: 
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize(("stage", "blocks"), [(2, {}), (3, {}), (1, {"bf16": {"enabled": True}})])
+@pytest.mark.parametrize(
+    ("stage", "blocks"), [pytest.param(2, {}, marks=pytest.mark.slow), (3, {}), (1, {"bf16": {"enabled": True}})]
+)
 def test_overlap_with_recomputation_and_dropout(stage: int, blocks: dict[str, Any]) -> None:
     def model() -> nn.Module:
         built = build("gpt2", attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)

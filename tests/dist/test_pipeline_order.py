@@ -40,7 +40,7 @@ def train(order: str, stage: int, transport: str, **blocks: Any) -> tuple[list[T
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_orders_of_pipelines_give_the_bits_of_the_plain_order(transport: str, dtype: str) -> None:
     for stage in cases.stages(transport):
-        for poison in (False, True) if dtype == "fp32" else (False,):
+        for poison in (False, True) if (dtype, stage) == ("fp32", 3) else (False,):
             blocks = {"dtype": dtype, "slipstream": {"poison_released": poison}}
             expected = train("plain", stage, transport, **blocks)
             for order in list(ORDERS)[1:]:

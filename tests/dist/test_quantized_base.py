@@ -304,7 +304,7 @@ def test_unsupported_uses_raise() -> None:
 
 
 @distributed(world_size=(2, 4) if cases.EVERYTHING else 2, transports=("gloo",))
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_hugging_face_folder_holds_the_numbers(bits: int, world_size: int, transport: str, tmp_path: Path) -> None:
     """The dequantized values of every row, even if a rank's range cuts it; adapters and other parameters unchanged."""
     from safetensors.torch import load_file

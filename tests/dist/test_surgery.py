@@ -106,7 +106,7 @@ def test_unchanged_parts_continue_bit_for_bit(dtype: str, over: str, world_size:
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("tier", [name for name in TIERS if name != "memory"])
+@pytest.mark.parametrize("tier", ["all on disk", "half on disk", "8 bits", "copies", pytest.param("disk", marks=pytest.mark.slow)])
 def test_unchanged_parts_continue_in_every_tier(tier: str, tmp_path: Path) -> None:
     results = []
     for operated in (False, True):

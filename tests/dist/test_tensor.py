@@ -22,7 +22,7 @@ from tests.dist.test_axes import Enter, Leave
 from tests.pool import distributed
 
 transformers = pytest.importorskip("transformers")
-STEPS, VOCAB = 3, 66
+STEPS, VOCAB = cases.STEPS, 66
 SMALL = {"num_hidden_layers": 2, "vocab_size": VOCAB, "num_attention_heads": 4, "hidden_size": 32}
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2},
@@ -187,7 +187,8 @@ def test_an_encoder(kind: str, stage: int) -> None:
     [
         ("llama", 3, 2, {}),
         ("gpt2", 1, 2, {}),
-        ("llama", 2, 4, {"num_attention_heads": 8, "num_key_value_heads": 2}),  # two ranks have each key head
+        # two ranks have each key head
+        pytest.param("llama", 2, 4, {"num_attention_heads": 8, "num_key_value_heads": 2}, marks=pytest.mark.slow),
         ("llama", 1, 4, {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6}),  # uneven shares
     ],
 )
@@ -390,7 +391,13 @@ def test_values_that_are_cut_as_they_arise(tmp_path: Path) -> None:
 
 @distributed(world_size=4)
 @pytest.mark.parametrize(
-    ("stage", "schedule", "tokens"), [(1, "1f1b", False), (3, "zero_bubble", False), (2, "zero_bubble", True), (3, "1f1b", True)]
+    ("stage", "schedule", "tokens"),
+    [
+        (1, "1f1b", False),
+        (3, "1f1b", True),
+        (2, "zero_bubble", True),
+        pytest.param(3, "zero_bubble", False, marks=pytest.mark.slow),
+    ],
 )
 def test_stages_of_slices(stage: int, schedule: str, tokens: bool) -> None:
     """pp 2 x tp 2 against one process, and tied embeddings, which are shares of the vocabulary on both stages."""
@@ -727,7 +734,10 @@ def continued(engine: Any, folder: Path) -> int | None:
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))
-@pytest.mark.parametrize(("stage", "prefix"), [(0, "model_parallel"), (1, "tensor_model_parallel"), (3, "tensor_model_parallel")])
+@pytest.mark.parametrize(
+    ("stage", "prefix"),
+    [(0, "model_parallel"), (3, "tensor_model_parallel"), pytest.param(1, "tensor_model_parallel", marks=pytest.mark.slow)],
+)
 def test_slices_of_your_own(stage: int, prefix: str, transport: str, tmp_path: Path) -> None:
     """With tp outermost: ranks 0 and 2 have slices of one replica."""
     mpu = Megatron(prefix)

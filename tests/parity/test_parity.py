@@ -141,7 +141,7 @@ def trace(stage: int, transport: str, dtype: str, accumulation: int, steps: int)
 @pytest.mark.parametrize("dtype", DTYPES if cases.EVERYTHING else ["fp16", "bf16"])
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_stages_are_bit_identical_over_many_steps(transport: str, dtype: str) -> None:
-    steps = 200 if cases.EVERYTHING else 30
+    steps = 200 if cases.EVERYTHING else 20
     first, *others = [trace(stage, transport, dtype, 1, steps) for stage in STAGES]
     assert all(other == first for other in others)
     assert first[0][-1] != first[0][0] and len(set(first[1])) > steps // 2, "something was trained"
@@ -257,7 +257,7 @@ def test_named_optimizers_equal_the_unsharded(name: str) -> None:
     kind, params, maker = NAMED[name]
     data = batches(2, 1)
     expected = twin.train(toy.seeded(toy.Lm), loss, data, optimizer=maker, clip=CLIP)
-    for stage in STAGES:
+    for stage in STAGES if cases.EVERYTHING else (STAGES[list(NAMED).index(name) % 3], 3):  # 3 for all, the others by turns
         engine = toy.make(
             toy.seeded(toy.Lm),
             stage,
