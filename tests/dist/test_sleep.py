@@ -51,6 +51,33 @@ def test_training_goes_on_bit_for_bit(transport: str, tmp_path: Path) -> None:
             engine.destroy()
 
 
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_after_a_backward_that_raised(transport: str, tmp_path: Path) -> None:
+    """The reductions that it left in flight end before their memory is freed."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    for stage in (2, 3):
+        sums = []
+        for fails in (False, True):
+            engine = toy.make(toy.seeded(toy.Lm), stage, transport)
+            if fails:
+                handle = engine.module.blocks[0].norm.weight.register_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    engine.backward(engine(toy.tokens(engine.rank, 1)))
+                handle.remove()
+                engine.sleep(["optimizer", "gradients"], "disk", str(tmp_path))
+                with torch.no_grad():
+                    engine(toy.tokens(engine.rank, 1))
+                engine.wake()
+                engine.zero_grad()
+            toy.step(engine, toy.tokens(engine.rank, 0))
+            sums.append(int(toy.checksum(engine)))
+            engine.destroy()
+        assert sums[0] == sums[1]
+
+
 def test_without_optimizer_and_gradients_it_still_computes(tmp_path: Path) -> None:
     engine = toy.make(toy.seeded(toy.Lm), 2)
     expected = toy.step(engine, toy.tokens(0, 0))

@@ -500,6 +500,7 @@ class Engine(nn.Module):
             rows = self.states.world.exchange(torch.tensor([float(zlib.crc32(method.encode()))], dtype=torch.float64))
             if rows.min() != rows.max():
                 raise PeerError(f"this rank called engine.{method}() while other ranks called another method; call it on all ranks")
+            self.states.hooks.end_abandoned()
             self._settle_before(method)
             if self.states.outer is not None:
                 self.states.outer.before(method)

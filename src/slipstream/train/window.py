@@ -19,7 +19,7 @@ from slipstream.train.states import States
 from slipstream.world.mesh import Axis
 from slipstream.zero import access
 from slipstream.zero.comm import Pending, first_said
-from slipstream.zero.hooks import NUM_BUFFERS, Phase
+from slipstream.zero.hooks import NUM_BUFFERS
 from slipstream.zero.shown import check_writes
 from slipstream.zero.unit import Unit
 
@@ -86,8 +86,7 @@ def finish(states: States, alpha: float) -> None:
         if not unit.placement.weights:
             check_writes(unit)
     hooks = states.hooks
-    if hooks.phase is Phase.BACKWARD:
-        hooks.abandon_backward()
+    hooks.end_abandoned()
     if hooks.landed is not None:
         refuse_unused(states, hooks.landed)
     if states.plan.zero.compares_weights:

@@ -312,8 +312,7 @@ class Hooks:
         if torch.is_grad_enabled():
             self._refuse_gradients()
             self._refuse_fixed()
-        if self.phase is Phase.BACKWARD and not _in_backward():
-            self.abandon_backward()
+        self.end_abandoned()
         if self.phase is Phase.BACKWARD:  # the whole model is being recomputed
             return None
         self.phase = self.watch_phase(Phase.FORWARD)
@@ -489,15 +488,15 @@ class Hooks:
             unit.hide_gradients()
         self.phase = self.watch_phase(Phase.IDLE)
 
-    def abandon_backward(self) -> None:
-        """Finish the reductions that a failed backward left in flight, so that the engine is usable again."""
-        self.reducer.drain()
-        self._close_backward()
+    def end_abandoned(self) -> None:
+        """If a backward has failed, finish the reductions that it left in flight, so that the engine is usable again."""
+        if self.phase is Phase.BACKWARD and not _in_backward():
+            self.reducer.drain()
+            self._close_backward()
 
     def under_way(self) -> str:
         """Describe the forward or backward that has not ended; "" between steps."""
-        if self.phase is Phase.BACKWARD and not _in_backward():
-            self.abandon_backward()
+        self.end_abandoned()
         if self.phase is not Phase.IDLE:
             return f"inside a {self.phase.value}"
         if self.backwards:
