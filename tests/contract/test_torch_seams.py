@@ -325,3 +325,21 @@ def test_nodes_have_numbers_that_grow_and_the_running_one_is_known() -> None:
         y.sum().backward()
     assert seen == [("forward", True)] * 4 + ([("backward", True)] + [("backward", False)] * 4) * 2
     assert since[0] <= numbers[-1] < since[1] <= numbers[0]
+
+
+def test_a_hook_knows_whether_the_backward_accumulates() -> None:
+    """zero/hooks.py: `autograd.grad` accumulates into no parameter, and `backward(inputs=...)` only into those."""
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    x, known = torch.ones(2, requires_grad=True), list[bool]()
+
+    def hooked() -> Tensor:
+        y = first * second * x
+        y.register_hook(lambda _: known.append(hooks._writes_gradients({id(first)})))
+        return y.sum()
+
+    for inputs in (x, first):
+        torch.autograd.grad(hooked(), inputs)
+    hooked().backward()
+    for inputs in (first, second):
+        hooked().backward(inputs=[inputs])
+    assert known == [False, False, True, True, False]

@@ -293,6 +293,12 @@ def gradient_penalty(m: Any, r: int, i: int) -> None:
     (out.square().mean() + (grad.norm() - 1).square()).backward()
 
 
+def adversarial(m: Any, r: int, i: int) -> None:
+    x = floats(r, i).requires_grad_()
+    (slope,) = torch.autograd.grad(m(x).square().mean(), x)
+    plain(lambda x: m(x + slope.sign()), r, i)
+
+
 def input_gradient(m: Any, r: int, i: int) -> None:
     x = floats(r, i).requires_grad_()
     m(x).square().mean().backward()
@@ -353,6 +359,7 @@ SCENARIOS: dict[str, Scenario] = {
     "a dataclass": Scenario(attributes, StructuredDataclass),
     "a named tuple": Scenario(attributes, StructuredNamed),
     "a gradient penalty": Scenario(gradient_penalty),
+    "a gradient of an input before the backward": Scenario(adversarial),
     "the gradient of an input": Scenario(input_gradient),
     "a block by itself": Scenario(block_by_itself),
 }
@@ -374,6 +381,25 @@ def plain_torch(scenario: Scenario) -> tuple[dict[str, Tensor], float]:
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict(), norm.item()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_gradient_for_the_caller_is_no_backward(transport: str) -> None:
+    """`autograd.grad`, on one rank too, is neither counted nor reduced, and is no obstacle to a surgery."""
+    for stage in (0, 2):
+        engine = toy.make(toy.seeded(toy.Net), stage, transport, gradient_accumulation_steps=2)
+        weight = engine.module.out.weight
+        for micro in range(4):
+            x = floats(engine.rank, micro).requires_grad_()
+            for wanted in (x, weight) if engine.rank == 0 else ():
+                torch.autograd.grad(engine(x).square().mean(), wanted)
+            assert engine.backwards == micro % 2
+            if micro == 2:
+                with engine.surgery():
+                    pass
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        engine.destroy()
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))

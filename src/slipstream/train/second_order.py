@@ -103,9 +103,9 @@ class SecondOrder:
         """Set the factors of the layers that lose a bit at the end of this window. Collective."""
         if not self.is_due(engine):
             return
-        states, after = engine.states, engine.global_steps + 1
+        after = engine.global_steps + 1
         mean = mean_over(engine)
-        with states.hooks.aside(), sdpa_kernel([SDPBackend.MATH]):
+        with sdpa_kernel([SDPBackend.MATH]):
             shares = self.eigenvalue.shares(loss, self.blocks, mean)
         for share, layers in zip(shares, self.layers, strict=True):
             for layer in layers:

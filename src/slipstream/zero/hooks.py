@@ -19,8 +19,8 @@ import functools
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from inspect import ismethod
@@ -211,8 +211,7 @@ class Hooks:
         self.phase = Phase.IDLE
         self.sync = True  # False inside no_sync()
         self.refusal = ""  # if set, the error text for any differentiation
-        self.lands = True  # whether the current backward writes `.grad`: False inside torch.func's transforms and `aside`
-        self.is_aside = False
+        self.lands = True  # whether the current backward writes `.grad`: False for autograd.grad and torch.func's transforms
         self.passes = 0  # backwards so far, of any kind
         self.keep = False  # create_graph: weights stay gathered until the step
         self.backwards = 0  # since the last step
@@ -226,6 +225,7 @@ class Hooks:
         self.drops: Dropped | None = None
         self.handles: list[Any] = []
         self.root_units = [unit for unit in units if unit.block is None]
+        self.own = frozenset(id(param) for unit in units for param in unit.params)
         self._wire()
 
     # -- wiring --
@@ -404,7 +404,7 @@ class Hooks:
             self.phase = self.watch_phase(Phase.BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self.passes += 1
-            self.lands = not (self.is_aside or transforms.is_active())
+            self.lands = not transforms.is_active() and _writes_gradients(self.own)
             units = self.units if self.drops is None else self.drops.reduced(self.units)
             self.reducer.begin(units if self.lands else ())
             self.active.clear()
@@ -475,7 +475,7 @@ class Hooks:
             with torch.no_grad():
                 self.reducer.flush()
         self.backwards += self.lands
-        if self.drops is not None and not self.is_aside:
+        if self.drops is not None and self.lands:
             self.drops.end_backward(left=1)
         self._close_backward()
 
@@ -506,15 +506,6 @@ class Hooks:
         if self.graph is not None and self.graph() is not None:
             return "between a forward and its backward (or outputs are kept: delete them, or compute them under torch.no_grad())"
         return ""
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Derivatives inside are the caller's (`torch.autograd.grad`): nothing is reduced, and a backward may follow."""
-        self.is_aside = True
-        try:
-            yield
-        finally:
-            self.is_aside = False
 
     # -- called by the step --
 
@@ -605,6 +596,24 @@ def _grad_hook(param: nn.Parameter, hooks: Hooks, unit: Unit, i: int) -> Any:
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _writes_gradients(params: Collection[int]) -> bool:
+    """Whether the backward that calls a tensor's hook writes the `.grad` of parameters (by id). `torch.autograd.grad` returns
+    gradients to its caller instead, and `backward(inputs=...)` may leave the parameters out. True if the graph has none of them."""
+    nodes: list[Any] = [torch._C._current_autograd_node()]
+    seen, is_read = set[Any](), False
+    while nodes:
+        if (node := nodes.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [below for below, _ in node.next_functions]
+        if id(getattr(node, "variable", None)) in params:
+            is_read = True
+            with suppress(RuntimeError):  # autograd.grad for this parameter
+                if torch._C._will_engine_execute_node(node):
+                    return True
+    return not is_read
 
 
 def _in_graphs(value: Any) -> Iterator[tuple[int, Tensor]]:
