@@ -172,6 +172,18 @@ def deepspeeds_inference_engine_moves_the_module_here() -> None:
         assert answer.shape == (1, 11) and answer.device == where
 
 
+@case
+def states_by_name_are_here() -> None:
+    """Wherever they rest, so that a script may compute with them and the weights."""
+    for stage, zero in ((0, {}), (3, {}), (2, HOST), (3, HOST)):
+        engine = toy.make(model(toy.Net), stage, dtype="bf16", zero_optimization=zero)
+        engine.backward(engine(toy.floats(engine.rank, 0).to(device(), torch.bfloat16)).float().square().mean())
+        engine.step()
+        states = engine.optimizer_state("out.weight")
+        assert states.keys() == {"master", "exp_avg", "exp_avg_sq"} and {value.device for value in states.values()} == {device()}
+        engine.destroy()
+
+
 @together
 def ranks_tell_each_other_values_of_the_device() -> None:
     """By DeepSpeed's name; over gloo, too."""

@@ -387,7 +387,7 @@ class Engine(nn.Module):
         access.set_gradient(unit, i, values["gradient"], self.window.alpha())
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """Return the optimizer states of parameter `name`, whole, by name ("exp_avg", ...), and its "master". Collective.
+        """Return parameter `name`'s optimizer states by name ("exp_avg", ...), and its "master", whole, on `device`. Collective.
 
         Raises KeyError if no parameter has that name.
         """

@@ -14,7 +14,7 @@ from slipstream.zero.unit import Unit
 
 
 def read(states: States, name: str, values_of: Callable[[Unit, int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What `values_of` returns for this rank's part of a parameter, joined to the whole, on all ranks.
+    """What `values_of` returns for this rank's part of a parameter, joined to the whole, on the devices of all ranks.
 
     Stages may ask for different parameters. Collective over the ranks that have parts of the parameter, and over the stages. Raises
     KeyError if no stage has the name. An error of `values_of` is raised on all stages that ask for that parameter.
@@ -23,7 +23,7 @@ def read(states: States, name: str, values_of: Callable[[Unit, int], Mapping[str
     place, own = _find(states, name), dict[str, Tensor]()
     if place is not None:
         try:
-            own = {key: access.whole_of(value, *place) for key, value in values_of(*place).items()}
+            own = {key: access.whole_of(value, *place).to(states.device) for key, value in values_of(*place).items()}
         except (KeyError, ValueError) as error:
             refusal = error
     if states.mesh.pp.size > 1:
