@@ -420,7 +420,7 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"response_format": {"type": "grammar"}}, "response_format.type", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs the field json_schema"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "mul"}}}, "tool_choice", "not in tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "mul"}}}, "tool_choice", "names 'mul'"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "only tools of type function"),
         ({"tools": [TOOL, TOOL]}, "tools", "same name"),
         ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "guided_regex", "mutually exclusive"),
@@ -465,6 +465,7 @@ def test_other_errors_have_the_same_form(address: str) -> None:
         if status != 200:
             assert reply.error["type"] == "invalid_request_error"
     assert "POST" in call(address, "GET", COMPLETIONS).headers["allow"]
+    assert call(address, "POST", COMPLETIONS, b"[]", json_type).error["message"].startswith("the body: ")
 
 
 def test_a_slash_at_the_end_of_a_path_changes_nothing(address: str, engine: FakeEngine) -> None:

@@ -59,6 +59,7 @@ def served(
     [
         ({"guided_regex": "("}, "guided_regex"),
         ({"guided_grammar": "start: none"}, "guided_grammar"),
+        ({"guided_grammar": "root ::= none"}, "guided_grammar"),
         ({"grammar": 'start ::= "a"'}, "grammar"),
         ({"guided_json": {"type": "string", "pattern": "("}}, "guided_json"),
         ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json"),

@@ -116,10 +116,10 @@ def as_lark(grammar: str) -> str:
     if "::=" not in grammar:
         return grammar
     with needs("output of a grammar", extra="serve"):
-        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+        from llguidance.gbnf_to_lark import any_to_lark
     try:
         return str(any_to_lark(grammar))
-    except (GbnfToLarkError, RecursionError) as error:
+    except Exception as error:  # it raises that, for a rule that does not exist
         raise ValueError(f"grammar cannot be served: {error}") from error
 
 

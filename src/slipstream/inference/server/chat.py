@@ -155,8 +155,8 @@ class ChatRequest(SampledFields):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise wrong("tools", "two tools have the same name")
-        if not set(self._chosen()) <= set(names):
-            raise wrong("tool_choice", "tool_choice names a function that is not in tools")
+        if unknown := sorted(set(self._chosen()).difference(names)):
+            raise wrong("tool_choice", f"tool_choice names {unknown[0]!r:.100}, which is not in tools")
         if self.tool_choice == "required" and not names:
             raise wrong("tool_choice", 'tool_choice "required" needs tools')
         self._check_format()

@@ -242,7 +242,7 @@ def refused(error: ValidationError) -> RequestError:
     path = [str(part) for part in first["loc"] if part not in ("str", "float", "int") and "[" not in str(part)]
     param = ".".join([*path, *([first["ctx"]["param"]] if first["type"] == "wrong" else [])])
     message = first["msg"].removeprefix("Value error, ")
-    message = message if message.startswith(param) else f"{param}: {message}"
+    message = message if param and message.startswith(param) else f"{param or 'the body'}: {message}"
     return RequestError(message, param=param or None, code=_CODES.get(first["type"]))
 
 
