@@ -1,5 +1,7 @@
 """The native forward: against transformers as the torch decoder is, and the same bits in every batch."""
 
+import errno
+import os
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -378,6 +380,16 @@ def test_experts_on_disk_change_no_bits(kind: str) -> None:
         assert use.misses >= 10 and use.hits + use.misses >= 2 * (5 + 2 + 2 + 2 + 2)
         runner.close()
     plain.close()
+
+
+def test_a_disk_too_full_for_experts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    says = r"experts cannot be stored: .* bytes free of the 40,960 needed \(No space left on device\); free .* TMPDIR"
+    with pytest.raises(ValueError, match=says):
+        ExpertStore(1 << 20, num_experts=10, least=5, expert_nbytes=4096)
 
 
 def plain_bytes(runner: NativeDecoder) -> int:

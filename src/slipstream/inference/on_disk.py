@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.stats import Use
-from slipstream.ops.disk import ALIGNMENT, Disk, DiskError, Transfer, aligned
+from slipstream.ops.disk import ALIGNMENT, Disk, DiskError, Transfer, aligned, num_free
 from slipstream.ops.pages import Pool
 
 SLOTS = 2
@@ -184,7 +184,14 @@ class ExpertStore:
         self._file, path = tempfile.mkstemp(prefix="slipstream-experts-")
         os.unlink(path)
         weakref.finalize(self, os.close, self._file)
-        os.truncate(self._file, num_experts * size)  # reads are of whole experts
+        try:
+            os.posix_fallocate(self._file, 0, num_experts * size)  # reads are of whole experts, and a full disk fails here
+        except OSError as error:
+            folder = tempfile.gettempdir()
+            raise ValueError(
+                f"experts cannot be stored: {folder} has {num_free(folder):,} bytes free of the {num_experts * size:,} needed "
+                f"({error.strerror}); free space there, or set TMPDIR to a folder on another disk"
+            ) from None
         self._pool = Pool()
         self._tensors = {
             "slots": self._pool.empty(slots * size),
