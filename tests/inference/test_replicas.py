@@ -495,7 +495,8 @@ def test_a_stream_is_begun_by_its_first_output_and_not_by_the_reply() -> None:
     """It is not begun again elsewhere, where its client would get the beginning twice."""
     with running() as engine, routed(Hasty("a", engine), Hasty("b", engine)) as router:
         answer = wait(submit(router, "x"))
-        assert (answer.text(), answer.last().error) == ("a", "the engine's process has ended (a)")
+        ends = "the engine's process has ended (a); a part of the answer was sent, so send the request again"
+        assert (answer.text(), answer.last().error) == ("a", ends)
 
 
 @pytest.mark.parametrize(("after", "place"), [(0, None), (5, None), (0, 0), (0, 2)])  # tokens; among others, or alone
@@ -747,6 +748,19 @@ def test_replicas_share_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatc
         assert back(3) == parent(other.pid) == third and not gone(third)
         pids = [parent(one.pid), one.pid or 0, other.pid or 0]
     until(lambda: all(map(gone, pids)))
+
+
+def test_requests_of_a_lost_replica_do_not_wait_for_a_stopped_zygote(folder: Path) -> None:
+    with Spare() as spare, closing(Router.local(str(folder), {"threads": 1}, [[], []], spare).open()) as router:
+        pid = router._sources[0].pid  # type: ignore[attr-defined]
+        os.kill(zygote := parent(pid), signal.SIGSTOP)
+        try:
+            answers = [submit(router, f"prompt {number}", replace(LONG, max_tokens=400), whole=True) for number in range(8)]
+            os.kill(pid, signal.SIGKILL)
+            assert all(wait(answer).last().finish is Finish.LENGTH for answer in answers)
+        finally:
+            os.kill(zygote, signal.SIGCONT)
+        until(lambda: router.engines[0].starts == 2)
 
 
 def test_what_is_not_forked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

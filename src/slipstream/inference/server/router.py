@@ -422,8 +422,10 @@ class Router:
             ticket.accepted = False
             if ticket.cancelled or self._closed.is_set():
                 ticket.end(Finish.CANCELLED)
-            elif ticket.begun or self.why:
-                ticket.end(Finish.ERROR, why)
+            elif self.why:
+                ticket.end(Finish.ERROR, self.why)
+            elif ticket.begun:
+                ticket.end(Finish.ERROR, f"{why}; a part of the answer was sent, so send the request again")
             elif ticket.moves > MOVES:
                 ticket.end(Finish.ERROR, f"{why}; {CAUSE}")
             else:

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
@@ -107,8 +108,9 @@ class _Process:
         with stream:
             for line in stream:
                 self.tail.append(line)
-                sys.stderr.write(f"{self.name}: {line}")
-                sys.stderr.flush()
+                with suppress(OSError):  # a full disk; there may be room for the next line
+                    sys.stderr.write(f"{self.name}: {line}")
+                    sys.stderr.flush()
 
 
 class Blank(_Process):
@@ -169,13 +171,18 @@ class Zygote:
 
     def status(self, blank: Blank, pid: int) -> int | None:
         """The exit status of an ended fork of `blank`; None: unknown."""
-        if blank is self._blank and self._lock.acquire(timeout=BUSY):  # do not wait until another zygote has loaded the model
-            try:
-                kind, status = self._ask(blank, "ended", pid)
-            finally:
-                self._lock.release()
-            if kind == "status":
-                return status
+        reply = Future[list[Any]]()
+
+        def ask() -> None:
+            with self._lock:
+                reply.set_result(self._ask(blank, "ended", pid))
+
+        if blank is self._blank:
+            threading.Thread(target=ask, daemon=True).start()
+            with suppress(TimeoutError):  # it is stopped, or another zygote loads the model
+                kind, status = reply.result(BUSY)
+                if kind == "status":
+                    return status
         blank.has_ended(BUSY)  # until then its forks are not children of this process
         with suppress(ChildProcessError):
             ended, status = os.waitpid(pid, os.WNOHANG)
