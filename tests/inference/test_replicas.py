@@ -621,6 +621,13 @@ def test_a_router_that_is_closed_ends_calls_that_wait() -> None:
         assert [str(call.exception(10)) for call in calls] == ["the engine is closed"] * 2
 
 
+def test_an_adapter_is_not_loaded_while_no_engine_is_ready(tmp_path: Path) -> None:
+    with routed(Local("a")) as router, serving(router, lora_root=str(tmp_path)) as address:  # type: ignore[arg-type]
+        router.engines[0].state = ReplicaState.DRAINING
+        reply = call(address, "POST", "/v1/load_lora_adapter", json.dumps({"lora_name": "x", "lora_path": "x"}))
+        assert (reply.status, reply.error["code"]) == (503, "unavailable")
+
+
 def test_a_client_does_not_repeat_what_ends_engines() -> None:
     openai = pytest.importorskip("openai")
     go, sources = threading.Event(), [Local(name) for name in "abc"]

@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.inference.embedding import EmbeddingEngine
-from slipstream.inference.engine import ClosedError, FailedError
 from slipstream.inference.server.bodies import EmbeddingsBody, InputUsage, OneEmbedding, OneRank, OneScore, RerankBody, ScoreBody
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
@@ -103,8 +102,6 @@ async def _answer(
         return await front.compute(request, prepare)
     except ValueError as error:
         raise RequestError(str(error), param=params[str(error).startswith("text 2 of")]) from None
-    except (FailedError, ClosedError) as error:
-        raise RequestError.of(error) from None
 
 
 def _embeddings(engine: Embedder, given: EmbeddingRequest, cut: bool) -> Response:

@@ -282,7 +282,7 @@ class Router:
 
     def load_adapter(self, name: str, folder: Any, *, replace: bool = False) -> None:
         """Load it in every engine, or in none if one rejects it; a restarted engine gets it, too. Raises as
-        `Engine.load_adapter`."""
+        `Engine.load_adapter`, and ClosedError if none is ready."""
         with self._loading:
             loaded: list[RemoteEngine] = []
             for engine in self._ready():
@@ -297,7 +297,7 @@ class Router:
                             other.call("unload_adapter", name)
                     raise
             if not loaded:
-                raise ValueError("no engine's process is ready, so no adapter can be loaded; try again later")
+                raise ClosedError(self.why or AWAY)
             self._added[name] = str(folder)
             self._removed.discard(name)
             self.adapters = (*(one for one in self.adapters if one != name), name)

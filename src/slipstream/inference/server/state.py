@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.inference.core import SamplingParams, Target
+from slipstream.inference.engine import ClosedError, FailedError
 from slipstream.inference.server.answers import Format
 from slipstream.inference.server.bodies import HealthBody, ModelBody
 from slipstream.inference.server.errors import RequestError
@@ -126,12 +127,15 @@ class Front:
         self, request: Request, prepare: Callable[[Serving, bytes], tuple[RequestT, Callable[[], Response]]]
     ) -> Response:
         """Receive the body. `prepare` turns it into the request and a function that makes the response. That function may take long
-        and runs in a thread that no body needs. Raises RequestError as `refuse` does."""
+        and runs in a thread that no body needs. Raises RequestError as `refuse` does, and if the engine fails."""
         async with self.received(request, prepare) as (given, make):
             ignored = without_effect(given)
             self.refuse(ignored, ignored)
-            async with self.in_time():
-                response = await self.bodies.compute(make, request.state.tenant)
+            try:
+                async with self.in_time():
+                    response = await self.bodies.compute(make, request.state.tenant)
+            except (FailedError, ClosedError) as error:
+                raise RequestError.of(error) from None
         response.raw_headers += self.headers(ignored)
         return response
 
