@@ -97,7 +97,11 @@ class _Worker:
         self._output_end = start = seen = self._size()
         _signal(self.pid, DUMP)
         deadline = time.monotonic() + STACKS_S
-        while ((size := self._size()) == start or size > seen) and time.monotonic() < deadline:  # until it writes no more
+        # Until a stack is there, which other output may precede, and nothing more is written.
+        while time.monotonic() < deadline:
+            size = self._size()
+            if size == seen and "most recent call first" in self._read(start, size):
+                break
             seen = size
             time.sleep(0.2)
         return self._read(start, self._size()) or "(no stack: the process does not answer)"

@@ -3,6 +3,7 @@
 Rewriting all asserts takes 15 processor seconds: `python -m tests` does it once for all lanes, and the pool's workers read it.
 """
 
+import contextlib
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -18,10 +19,11 @@ def compiled(path: Path) -> CodeType:
     if code is None:
         source_hash, code = _rewrite_test(path, None)  # type: ignore[arg-type]  # the default settings
         if not sys.dont_write_bytecode:
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            with (part := cached.with_suffix(f".{os.getpid()}")).open("wb") as file:
-                _write_pyc_fp(file, source_hash, code)
-            part.replace(cached)
+            with contextlib.suppress(OSError):  # of a folder that cannot be written
+                cached.parent.mkdir(parents=True, exist_ok=True)
+                with (part := cached.with_suffix(f".{os.getpid()}")).open("wb") as file:
+                    _write_pyc_fp(file, source_hash, code)
+                part.replace(cached)
     return code
 
 

@@ -1,4 +1,4 @@
-"""Failures: dead ranks, waits that never match, busy ranks, interrupts, forks, exits.
+"""Failures: dead ranks, waits that never match, busy ranks, interrupts, forks, exits; lost processes that serve a model.
 
 Ranks are forks of one process (tests/failing.py) and many jobs run concurrently, so that all tests together take little longer
 than the longest wait. Times are those that the ranks noted; a loaded machine only delays the ends.
@@ -22,9 +22,7 @@ from slipstream import checkpoint
 from slipstream.ops import build
 from tests import cases
 from tests.dist.test_launch_agents import Launcher, launcher, wait_for
-from tests.dist.test_serving_experts import write_mixtral
 from tests.failing import Nursery, Outcome
-from tests.inference.twins import SIZES, tiny
 
 __all__ = ["launcher"]  # a fixture
 
@@ -297,9 +295,24 @@ def test_the_interpreter_exits_cleanly_without_destroy(nursery: Nursery, transpo
 NATIVE = pytest.mark.skipif(build.load().kernels is None, reason="no native kernels")
 
 
+def mixtral(folder: Path) -> str:
+    pytest.importorskip("transformers")
+    from tests.dist.test_serving_experts import write_mixtral
+
+    return str(write_mixtral(folder))
+
+
+def tiny(family: str, folder: Path) -> str:
+    pytest.importorskip("transformers")
+    from tests.inference import twins
+
+    twins.tiny(family, **twins.SIZES).save_pretrained(folder)
+    return str(folder)
+
+
 @NATIVE
 def test_a_lost_process_of_a_sliced_model_ends_the_other(nursery: Nursery, tmp_path: Path) -> None:
-    nursery.start("it", "serve_ranks", folder=str(write_mixtral(tmp_path)), bad=1, how="kill", split={"tp_size": 2})
+    nursery.start("it", "serve_ranks", folder=mixtral(tmp_path), bad=1, how="kill", split={"tp_size": 2})
     outcome = nursery.end()["it"]
     assert outcome.codes[0] == 1, outcome
     assert "rank 1" in outcome.records[0]["text"] and "is gone" in outcome.records[0]["text"], outcome
@@ -308,8 +321,8 @@ def test_a_lost_process_of_a_sliced_model_ends_the_other(nursery: Nursery, tmp_p
 
 @pytest.mark.slow
 def test_a_lost_process_of_a_model_outside_the_table(nursery: Nursery, tmp_path: Path) -> None:
-    tiny("Nemotron", **SIZES).save_pretrained(tmp_path)
-    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=1, how="kill", split={"tp_size": 2}, forward="transformers")
+    folder = tiny("Nemotron", tmp_path)
+    nursery.start("it", "serve_ranks", folder=folder, bad=1, how="kill", split={"tp_size": 2}, forward="transformers")
     outcome = nursery.end()["it"]
     assert outcome.codes[0] == 1 and "is gone" in outcome.records[0]["text"], outcome
     assert outcome.late(0, 1) < 10.0, outcome
@@ -320,9 +333,9 @@ def test_a_lost_process_of_a_model_outside_the_table(nursery: Nursery, tmp_path:
 )
 def test_a_lost_process_of_torchs_forward_ends_the_other(nursery: Nursery, tmp_path: Path, bad: int, hosts: int) -> None:
     """In a sum over shared memory, or over gloo (as if of two hosts): the other process ends, and names it."""
-    tiny("Llama", **SIZES).save_pretrained(tmp_path)
+    folder = tiny("Llama", tmp_path)
     options: dict[str, Any] = {"how": "kill", "split": {"tp_size": 2}, "forward": "torch", "nth": 40}
-    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=bad, hosts=hosts, **options)
+    nursery.start("it", "serve_ranks", folder=folder, bad=bad, hosts=hosts, **options)
     outcome = nursery.end()["it"]
     assert outcome.codes[1 - bad] == 1, outcome
     text = outcome.records[1 - bad]["text"]
@@ -333,10 +346,10 @@ def test_a_lost_process_of_torchs_forward_ends_the_other(nursery: Nursery, tmp_p
 @NATIVE
 @pytest.mark.slow
 def test_a_lost_process_of_experts_ends_the_others(nursery: Nursery, tmp_path: Path) -> None:
-    folder = write_mixtral(tmp_path)
+    folder = mixtral(tmp_path)
     jobs = [(0, "kill"), (2, "kill"), (1, "raise"), (1, "kill when idle")]
     for bad, how in jobs:
-        nursery.start(f"{how} {bad}", "serve_ranks", world=3, folder=str(folder), bad=bad, how=how, split={"ep_size": 3})
+        nursery.start(f"{how} {bad}", "serve_ranks", world=3, folder=folder, bad=bad, how=how, split={"ep_size": 3})
     outcomes = nursery.end()
     for bad, how in jobs:
         outcome = outcomes[f"{how} {bad}"]
@@ -350,7 +363,7 @@ def test_a_lost_process_of_experts_ends_the_others(nursery: Nursery, tmp_path: P
 @NATIVE
 @pytest.mark.slow
 def test_an_interrupt_ends_all_processes_of_a_served_model(nursery: Nursery, tmp_path: Path) -> None:
-    nursery.start("it", "serve_ranks", world=3, folder=str(write_mixtral(tmp_path)), bad=0, how="interrupt", split={"ep_size": 3})
+    nursery.start("it", "serve_ranks", world=3, folder=mixtral(tmp_path), bad=0, how="interrupt", split={"ep_size": 3})
     outcome = nursery.end()["it"]
     assert outcome.codes == [-signal.SIGINT, 0, 0], outcome
     assert outcome.records[0]["error"] == "KeyboardInterrupt", outcome

@@ -1,4 +1,4 @@
-"""Experts served by several processes: the bits of one process, its memory divided, one bad end for all."""
+"""Experts served by several processes: the bits of one process, its memory divided."""
 
 import json
 from pathlib import Path

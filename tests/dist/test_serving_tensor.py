@@ -1,4 +1,4 @@
-"""A model whose products several processes cut: the bits of one process, its memory divided, one bad end for all."""
+"""A model whose products several processes cut: the bits of one process, its memory divided."""
 
 import copy
 import os

@@ -988,7 +988,12 @@ def test_the_collector_does_not_look_at_what_a_server_has_loaded(folder: Path, m
     note = lambda *_, **__: counts.extend((gc.get_freeze_count(), len(gc.get_objects())))  # noqa: E731
     monkeypatch.setattr("slipstream.inference.server.serve", note)
     gc.unfreeze()  # what this session has imported
-    main(["serve", str(folder), "--port", "0"])
+    try:
+        main(["serve", str(folder), "--port", "0"])
+    finally:
+        gc.unfreeze()  # what this test has made is collected
+        gc.collect()
+        gc.freeze()
     frozen, looked_at = counts
     assert frozen > 50_000 > 10 * looked_at
 

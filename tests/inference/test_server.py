@@ -1012,7 +1012,8 @@ def serving_process(max_files: int | None = None) -> Iterator[tuple[subprocess.P
 
 
 def test_a_process_survives_a_burst_of_connections_and_drains_on_sigterm() -> None:
-    """The event loop accepts all that wait in one go; without a file left, it would log each failure, and accept nobody for 1 s."""
+    """The event loop accepts all that wait in one go; without a file left, it would log each failure, and accept nobody for 1 s.
+    A server that drains finishes its streams, and refuses new requests."""
     with serving_process(max_files=80) as (process, address):
         place = ("127.0.0.1", int(address.split(":")[1]))
         process.send_signal(signal.SIGSTOP)
@@ -1037,6 +1038,12 @@ def test_a_process_survives_a_burst_of_connections_and_drains_on_sigterm() -> No
         assert text == "a b a b a b 0 seed None"
         assert process.communicate(timeout=30)[1] == DRAINING.format("1 request")
         assert process.returncode == 0
+
+
+def test_an_idle_process_ends_on_sigterm_without_a_word() -> None:
+    with serving_process() as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert (process.communicate(timeout=30)[1], process.returncode) == ("", 0)
 
 
 def test_too_few_files_for_a_server() -> None:

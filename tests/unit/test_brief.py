@@ -95,6 +95,7 @@ signal.raise_signal(signal.SIGINT)
 def told(script: Path) -> str:
     """What Python prints of the error that ends a script."""
     os.environ.pop(brief.SWITCH, None)
+    sys.excepthook = sys.__excepthook__  # the worker's earlier jobs may have called initialize
     with contextlib.chdir(script.parent), contextlib.redirect_stderr(io.StringIO()) as output:
         try:
             exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})

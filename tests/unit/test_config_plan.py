@@ -533,6 +533,7 @@ def test_every_honored_key_is_in_the_plan() -> None:
     sections = [Plan, *(kind for kind in vars(plans).values() if isinstance(kind, type) and kind.__name__.endswith("Plan"))]
     names = {json.name.removesuffix(".*") for section in sections for keys in json_keys(section).values() for json in keys}
     names -= {"*", "curriculum_learning", "data_efficiency", "slipstream.monitors", "weight_quantization"}  # blocks as they are
+    assert names >= {*BLOCKS}
     names = {key for key in TRAINED - OLDER for block in BLOCKS if key.startswith(f"{block}.")} | names - {*BLOCKS}
     assert names | CHECKED | OLDER == TRAINED and not names & (CHECKED | OLDER)
 

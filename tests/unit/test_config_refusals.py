@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -326,6 +327,13 @@ def test_pairs_with_an_optimizer() -> None:
             fit.refuse(plan, optimizer, rule)
         assert str(error.value) == refused[0], pair
     assert not cases.EVERYTHING or {row.text for row in fit.REFUSALS} == met
+
+
+def test_an_optimizer_has_its_rule_on_every_device() -> None:
+    """`rest_unused_experts`, which needs one, recommends LAMB."""
+    optimizer = resolve_optimizer("Lamb", {}).build([torch.nn.Parameter(torch.zeros(4))])
+    with mock.patch.dict(optimizer.param_groups[0], {"params": [mock.Mock(is_cuda=True)]}):
+        assert rule_of(optimizer) is not None
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD"])

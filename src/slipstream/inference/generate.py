@@ -398,7 +398,9 @@ class InferenceEngine:
             raise ValueError("pass one tensor of token ids, [prompts, tokens] or [tokens]")
         mask, pad = settings.pop("attention_mask", None), settings.pop("pad_token_id", None)
         rows = ids if ids.dim() == 2 else ids[None]
-        mask = torch.ones_like(rows) if mask is None else mask.reshape(rows.shape)
+        if mask is None:  # as transformers guesses it; a pad that also ends answers may be part of a prompt
+            mask = torch.ones_like(rows) if pad is None or pad in self.engine.end_ids else rows != pad
+        mask = mask.reshape(rows.shape)
         batch = [row[row_mask.bool()].tolist() for row, row_mask in zip(rows, mask, strict=True)]
         params, n = _sampling(params, n, settings)
         deltas = self._deltas(batch, params, n, options)
