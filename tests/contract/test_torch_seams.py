@@ -4,7 +4,8 @@ import gc
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from slipstream.activations import recompute as checkpointing
 from slipstream.zero import comm, hooks, parameter, transforms, unit
@@ -343,3 +345,14 @@ def test_a_hook_knows_whether_the_backward_accumulates() -> None:
     for inputs in (first, second):
         hooked().backward(inputs=[inputs])
     assert known == [False, False, True, True, False]
+
+
+def test_batches_are_pinned_tensor_by_tensor() -> None:
+    """train/loaders.py: containers keep their types, and whatever has `pin_memory` is asked for its pinned copy."""
+
+    class Pinned(NamedTuple):
+        ids: Any
+        text: str
+
+    there = SimpleNamespace(pin_memory=lambda: "pinned")
+    assert pin_memory({"a": [there, 1], "b": Pinned(there, "x")}) == {"a": ["pinned", 1], "b": Pinned("pinned", "x")}

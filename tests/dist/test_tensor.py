@@ -788,6 +788,11 @@ def test_deepspeeds_tp_model_init() -> None:
         for name, param in model.named_parameters():  # as OpenRLHF sends weights to vLLM
             with GatherReplacedLayerParams([param], model, enabled=True):
                 assert torch.equal(param.data, state[name])
+            with slipstream.zero.gathered(param):
+                part = param.data.clone()
+                with GatherReplacedLayerParams([param], model, enabled=True):
+                    assert torch.equal(param.data, state[name])
+                assert torch.equal(param.data, part)
         assert model.model.layers[0].mlp.up_proj.weight.shape == (24, 32)
         engine.destroy()
     with pytest.raises(ValueError, match=r"slipstream.mesh.tp \(1\) and the model or an argument \(2\)"):

@@ -387,7 +387,7 @@ def test_a_disk_too_full_for_experts_is_named(monkeypatch: pytest.MonkeyPatch) -
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    says = r"experts cannot be stored: .* bytes free of the 40,960 needed \(No space left on device\); free .* TMPDIR"
+    says = r"the experts' 40,960 bytes cannot be stored in .*: No space left on device \(.* bytes are free\); make room there, or"
     with pytest.raises(ValueError, match=says):
         ExpertStore(1 << 20, num_experts=10, least=5, expert_nbytes=4096)
 

@@ -182,6 +182,7 @@ OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
     ),
     "noise": ({}, {"slipstream.noise_scale_every": 9, "slipstream.monitors.jsonl": {}}),
     "rounding": ({}, half("bf16") | {"slipstream.stochastic_rounding": True}),
+    "checks": ({}, {"zero_optimization.enable_sanity_checks": True}),
     **{
         axis: PLANS[axis]
         for axis in ("mesh", "stage", "wire", "replicas", "weights", "states", "groups", "optimizer states", "weights' home")

@@ -220,6 +220,13 @@ def test_parts_bring_only_what_they_need() -> None:
     assert (done.stdout.splitlines(), done.stderr) == (list(PARTS), "")
 
 
+def test_the_launcher_starts_without_torch() -> None:
+    """A run that only starts others, or fails on its options, does not wait for it."""
+    code = "import sys, slipstream.launch.run, slipstream.world.sizes; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=SOURCE.parent, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 @pytest.mark.slow
 def test_import_time_beyond_torch(tmp_path: Path) -> None:
     """CPU seconds, so that a busy machine does not count; the best of three, nor does a cold cache."""

@@ -218,7 +218,7 @@ class InferenceEngine(nn.Module):
         """transformers' `generate`: token ids [prompts, tokens] -> [prompts, tokens and answers], or the output that its settings
         request.
 
-        Slipstream's engine computes greedy answers of models that it supports; the module's own generate computes all others.
+        Slipstream's engine computes greedy answers of models that it supports, on CPUs; the module's own generate all others.
         Raises RuntimeError for a prompt longer than max_out_tokens, and ValueError for a module that a first call must split.
         """
         self._check_ready()

@@ -496,10 +496,12 @@ def unwrap_model_for_generation(engine: Engine) -> Iterator[nn.Module]:
 def GatherReplacedLayerParams(params: Any, module: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Inside, parameters of sliced layers are whole, to be read; what is written is discarded. Collective."""
     chosen = access.units_of([params] if isinstance(params, nn.Parameter) else params) if enabled else {}
-    with access.gathered_units(chosen, None, write=False):
+    with access.gathered_units(chosen, None, write=False), ExitStack() as stack:
         for unit, indices in chosen.items():
             for i in indices:
-                unit.params[i].data = access.whole_of(unit.params[i].data, unit, i)
+                param, shown = unit.params[i], unit.params[i].data
+                stack.callback(setattr, param, "data", shown)  # of an outer `GatheredParameters`, which restores its own
+                param.data = access.whole_of(shown, unit, i)
         yield
 
 

@@ -254,7 +254,9 @@ class ZeroOptimization(Block):
     override_module_apply: bool = no_effect(True, "torch.nn.Module is not patched")
     log_trace_cache_warnings: bool = no_effect(False, "there is no trace cache")
     enable_sanity_checks: bool = honored(
-        False, "Stages 0 to 2: raise an error if ranks have different weights at a step. DeepSpeed's checks are always enabled."
+        False,
+        "Stages 0 to 2: at each step, read all weights and raise an error if ranks have different ones. DeepSpeed's checks are "
+        "always enabled.",
     )
     save_muon_momentum_buffer_in_memory: bool = no_effect(False, "Muon's states always stay in memory")
     grad_hooks: bool = no_effect(True, "gradients are always reduced from hooks")

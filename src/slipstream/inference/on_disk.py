@@ -21,6 +21,7 @@ process, however that ends.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import tempfile
 import weakref
@@ -188,9 +189,10 @@ class ExpertStore:
             os.posix_fallocate(self._file, 0, num_experts * size)  # reads are of whole experts, and a full disk fails here
         except OSError as error:
             folder = tempfile.gettempdir()
+            room = f" ({num_free(folder):,} bytes are free)" if error.errno == errno.ENOSPC else ""
             raise ValueError(
-                f"experts cannot be stored: {folder} has {num_free(folder):,} bytes free of the {num_experts * size:,} needed "
-                f"({error.strerror}); free space there, or set TMPDIR to a folder on another disk"
+                f"the experts' {num_experts * size:,} bytes cannot be stored in {folder}: {error.strerror}{room}; make room there, "
+                "or set TMPDIR to another folder"
             ) from None
         self._pool = Pool()
         self._tensors = {

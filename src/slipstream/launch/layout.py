@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.world.sizes import check_stated, sizes_in
+from slipstream.world.sizes import check_stated, layout_table, sizes_in, slices_apart
 
 # Script flags that name a config: DeepSpeed's own, and those of transformers' Trainer and of common examples
 _CONFIG_FLAGS = ("--deepspeed_config", "--deepscale_config", "--deepspeed", "--ds_config", "--config")
@@ -80,8 +80,7 @@ def arrange(mesh: KnownMesh, hosts: Sequence[tuple[str, int]], *, may_change: bo
 
     Raises ValueError if the sizes do not fit the ranks, or tp the ranks of a host.
     """
-    from slipstream.world.mesh import Place, nearest_sizes, place_ranks
-    from slipstream.world.sizes import layout_table, slices_apart  # imports torch, for which a run without axes need not wait
+    from slipstream.world.mesh import Place, nearest_sizes, place_ranks  # imports torch, for which a run without axes need not wait
 
     num_ranks = sum(count for _, count in hosts)
     sizes = {axis: mesh.sizes.get(axis, 1) for axis in ("pp", "sp", "tp")}

@@ -26,7 +26,7 @@ from slipstream.launch.cores import Core, cores_of, share
 from slipstream.launch.hosts import Host
 from slipstream.launch.layout import KnownMesh, arrange, read_mesh
 from slipstream.world.discover import Node, node, ranks_per_node
-from slipstream.world.sizes import VARIABLE, shown_mesh
+from slipstream.world.sizes import SHOWN, VARIABLE, shown_mesh
 
 DEFAULT_PORT = 29500  # torch's default, for jobs on several hosts
 _ELASTIC_RESTARTS = 100  # torch counts a lost host as a failure of the remaining ones
@@ -242,7 +242,6 @@ def _layout(
     """A report on the placement of ranks, and variables for the ranks. Raises ValueError if the mesh does not fit."""
     if around.mesh is None:
         return [], {}
-    from slipstream.world.sizes import SHOWN  # imports torch
 
     ranks = [(host.name, len(host.devices)) for host in chosen]
     if around.hostfile is None:

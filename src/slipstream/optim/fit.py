@@ -24,6 +24,7 @@ class OptimizerCase:
     def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None, added: Iterable[Tensor] = ()) -> None:
         self.offload, self.precision, self.rule, self.name = plan.offload, plan.precision, rule, type(optimizer).__name__
         self.is_late, self.shard_size = rule is not None and rule.late, plan.zero.shard_size
+        self.compares_weights = plan.zero.compares_weights
         self.stage, self.steps_locally = plan.zero.stage, self.is_late and rounds_of(optimizer).longest > 1
         self.differing = sorted({str(rounds) for rounds in all_rounds(optimizer)}) if self.is_late else []
         given = (*(param for group in optimizer.param_groups for param in group["params"]), *added)
@@ -90,6 +91,11 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.steps_locally and c.stage > 0,
         "{c.name} takes local steps, for which each rank needs its own masters of all parameters, but stage {c.stage} shards them: "
         "set optimizer.params.local_step_clipper to 1, or zero_optimization.stage to 0",
+    ),
+    Refusal(
+        lambda c: c.steps_locally and c.compares_weights,
+        "{c.name} takes local steps, after which ranks have different weights, and zero_optimization.enable_sanity_checks compares "
+        "them: set optimizer.params.local_step_clipper to 1, or drop enable_sanity_checks",
     ),
     Refusal(
         lambda c: c.keeps_ratios and c.has_stacks,

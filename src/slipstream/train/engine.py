@@ -212,8 +212,10 @@ class Engine(nn.Module):
         self.saves.auto.after_step(self, verdict.save_request)
 
     def _finish_window(self) -> Verdict:
-        self.window.check_loop(self.states.hooks.backwards, logs=self.mesh.is_first)
-        if self.states.hooks.backwards:
+        hooks = self.states.hooks
+        has_gradients = hooks.has_gradients()
+        self.window.check_loop(hooks.backwards, has_gradients, logs=self.mesh.is_first)
+        if has_gradients:
             self.precision.end_step()
         window.finish(self.states, self.window.alpha())
         return judge(self.states, self.precision.loss_scale, self.plan.gradient_clipping, self.saves.auto.save_request)

@@ -60,10 +60,10 @@ class AccumulationWindow:
             raise ValueError("engine.backward() got scale_wrt_gas=True and False within one accumulation window; use one")
         self.divides = divides
 
-    def check_loop(self, backwards: int, logs: bool) -> None:
+    def check_loop(self, backwards: int, has_gradients: bool, logs: bool) -> None:
         """Warn once about a loop written for another engine, which runs but does not train as its author expects."""
         batch, warning = self.plan.batch, ""
-        if backwards == 0:
+        if not has_gradients:
             warning = (
                 "engine.step() without a backward since the last one: gradients are zero, but momentum and weight decay may "
                 "still change the weights"

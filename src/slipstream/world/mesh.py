@@ -36,7 +36,7 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value`, in rank order, pickled. Collective. Short ones take one message over gloo, not two as torch's take."""
     values: list[Any] = [None] * dist.get_world_size(group)
     if dist.get_backend(group) == "gloo":
-        own, data = torch.zeros(_SHORT, dtype=torch.uint8), pickle.dumps(value)
+        own, data = torch.zeros(_SHORT, dtype=torch.uint8, device="cpu"), pickle.dumps(value)
         if len(data) <= _SHORT:
             own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in values]

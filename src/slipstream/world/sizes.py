@@ -10,9 +10,10 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.world.mesh import Place
+if TYPE_CHECKING:
+    from slipstream.world.mesh import Place
 
 VARIABLE = "SLIPSTREAM_MESH"
 # Axis -> the keys of a config that state its size

@@ -515,6 +515,11 @@ class Hooks:
             self.landed.add((unit.index, i))
         unit.add_gradient(i, grad)
 
+    def has_gradients(self) -> bool:
+        """Whether a backward has written gradients since the last step, or the script has set a `.grad`."""
+        units = [unit for unit in self.units if unit.trainable]
+        return self.backwards > 0 or any(unit.window.unreduced(i) is not None for unit in units for i in range(len(unit.params)))
+
     def leftovers(self) -> list[bool]:
         """Per unit, whether gradients are unreduced: late ones, and those of no_sync()."""
         return [

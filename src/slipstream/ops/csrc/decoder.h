@@ -46,7 +46,7 @@ struct matrix {
  * first words, in the low bits of each byte; the bits above them hold the other words. `code_word` in decoder_products.h reads them. */
 #define K_BLOCK 256
 
-/* Experts in a file, of which the most recently used are in memory. inference/expert_store.py fills it. */
+/* Experts in a file, of which the most recently used are in memory. inference/on_disk.py fills it. */
 struct expert_store {
     char *slots;           /* [num_slots][expert_bytes] */
     int64_t expert_bytes;  /* in a slot and in the file */
