@@ -161,7 +161,7 @@ def test_refused_settings(deepspeed: Any) -> None:  # noqa: F811
     ):
         with pytest.raises(ValueError, match=why):
             make(**settings)
-    with pytest.raises(ImportError, match="flattened weights; build_hf_engine opens"):
+    with pytest.raises(ImportError, match="flattened weights; build_hf_engine loads a Hugging Face folder"):
         from deepspeed.inference.v2 import build_engine_from_ds_checkpoint  # noqa: F401
     quantized = RaggedInferenceEngineConfig(quantization={"quantization_mode": "int8"})
     model = tiny("Llama", **SIZES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 from unittest import mock
@@ -28,6 +29,9 @@ DEVICES = {
     "CUDA without bf16": ModelFacts(device_type="cuda", supports_bf16=False),
 }
 WORLD = DataWorld(ranks=16)
+ELASTICITY = {"elasticity.enabled": True, "elasticity.max_train_batch_size": 64, "elasticity.micro_batch_sizes": [1]}
+ELASTICITY |= {"slipstream.elastic_batch": True}  # not with each other setting: it needs an order of its own
+PER_HOST = {"checkpoint.use_node_local_storage": True}
 
 
 def disk(states: str, **others: Any) -> Config:
@@ -45,7 +49,7 @@ def half(name: str, **others: Any) -> Config:
     return {f"{name}.{key}": value for key, value in {"enabled": True, **others}.items()}
 
 
-# Axes of the plan. A value is a config by dotted key; "device" chooses the facts.
+# Axes of the plan. A value is a config by dotted key; "device" chooses the facts, "hosts" the world.
 PLANS: Mapping[str, tuple[Config, ...]] = {
     "device": tuple({"device": device} for device in DEVICES),
     "mesh": (
@@ -116,10 +120,28 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
     "saves": (
         {},
         {"slipstream.checkpoint.folder": "ck"},
+        {"slipstream.checkpoint.folder": "ck", "slipstream.checkpoint.memory_every_steps": 1},
         {"slipstream.checkpoint.every_steps": 1},
         {"slipstream.checkpoint.on_signal": "SIGKILL"},
     ),
-    "replicas": ({}, {"slipstream.local_steps.every": 4}),
+    "replicas": (
+        {},
+        {"slipstream.local_steps.every": 4},
+        {"slipstream.local_steps.every": 4, "slipstream.local_steps.overlap": 4},
+        {"slipstream.local_steps.every": 4, "zero_optimization.mics_shard_size": 1},
+    ),
+    "elastic": (
+        {},
+        {"slipstream.elastic_batch": True, "train_batch_size": 40},
+        {"slipstream.elastic_batch": True, "train_batch_size": 64},
+    ),
+    "rest": (
+        {},
+        {"slipstream.rest_unused_experts": True},
+        {"slipstream.rest_unused_experts": True, "expert_parallel.enabled": True},
+    ),
+    "hosts": ({}, {"hosts": 2, **PER_HOST}, PER_HOST),
+    "quantized": ({}, {"weight_quantization.quantized_initialization.num_bits": 8}),
     "compression": ({}, {"quantize_training.enabled": True}),
     "curvature": (
         {},
@@ -185,7 +207,18 @@ OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
     "checks": ({}, {"zero_optimization.enable_sanity_checks": True}),
     **{
         axis: PLANS[axis]
-        for axis in ("mesh", "stage", "wire", "replicas", "weights", "states", "groups", "optimizer states", "weights' home")
+        for axis in (
+            "mesh",
+            "stage",
+            "wire",
+            "replicas",
+            "weights",
+            "states",
+            "rest",
+            "groups",
+            "optimizer states",
+            "weights' home",
+        )
     },
 }
 STAGE_3 = {"zero_optimization.stage": 3}
@@ -198,7 +231,7 @@ def pairs(axes: Mapping[str, tuple[Config, ...]]) -> Iterator[Config]:
 
 
 def nested(config: Config) -> dict[str, Any]:
-    raw: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+    raw: dict[str, Any] = {} if "train_batch_size" in config else {"train_micro_batch_size_per_gpu": 1}
     for path, value in config.items():
         *blocks, last = path.split(".")
         inner = raw
@@ -208,10 +241,14 @@ def nested(config: Config) -> dict[str, Any]:
     return raw
 
 
+def world_of(config: Config) -> DataWorld:
+    return replace(WORLD, one_host=config.get("hosts", 1) == 1)
+
+
 def case(config: Config) -> tuple[dict[str, Any], ModelFacts, Case]:
     facts = DEVICES[config.get("device", "a CPU")]
-    raw = nested({path: value for path, value in config.items() if path != "device"})
-    return raw, facts, case_of(Values(parse(raw), facts, frozenset()), WORLD)
+    raw = nested({path: value for path, value in config.items() if path not in ("device", "hosts")})
+    return raw, facts, case_of(Values(parse(raw), facts, frozenset()), world_of(config))
 
 
 def test_pairs_of_settings() -> None:
@@ -220,7 +257,7 @@ def test_pairs_of_settings() -> None:
     `make test` takes every fourth pair; that each row is met needs all of them.
     """
     met = set()
-    for number, pair in enumerate(list(pairs(PLANS))[:: 1 if cases.EVERYTHING else 4]):
+    for number, pair in enumerate([*pairs(PLANS), ELASTICITY][:: 1 if cases.EVERYTHING else 4]):
         raw, facts, settings = case(STAGE_3 | pair)
         met |= {row.text for row in (*REFUSALS, *NO_EFFECT) if row.when(settings)}
         refused = list(matching(REFUSALS, settings))
@@ -228,10 +265,10 @@ def test_pairs_of_settings() -> None:
         if number % 5:
             continue
         if not refused:
-            assert set(resolve(raw, world=WORLD, facts=facts).notes) == set(matching(NO_EFFECT, settings)), pair
+            assert set(resolve(raw, world=world_of(pair), facts=facts).notes) == set(matching(NO_EFFECT, settings)), pair
             continue
         with pytest.raises(ValueError) as error:
-            resolve(raw, world=WORLD, facts=facts)
+            resolve(raw, world=world_of(pair), facts=facts)
         assert str(error.value) == refused[0], pair
     assert not cases.EVERYTHING or {row.text for row in (*REFUSALS, *NO_EFFECT)} == met
 

@@ -353,7 +353,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.batch.elastic and c.uneven,
         "slipstream.elastic_batch: {c.replicas} data-parallel ranks do not divide the {c.plan.batch.per_pass} samples of a "
-        "micro-batch, so some ranks get one sample less, which is not supported with {c.uneven}; change one of the two",
+        "micro-batch, so some ranks get one sample less, which is not supported with {c.uneven}; drop one of the two",
     ),
     Refusal(
         lambda c: c.plan.noise_every and c.unmeasured,
