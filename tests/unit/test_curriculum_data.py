@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -85,6 +85,7 @@ def test_a_sweep_has_a_sample_once(tmp_path: Path) -> None:
 @given(stop=st.integers(0, 12), first=st.sampled_from([(1, 8), (2, 4), (4, 1)]), then=st.sampled_from([(1, 2), (2, 2), (4, 2)]))
 def test_resumed_on_other_ranks(tmp_path_factory: Any, stop: int, first: tuple[int, int], then: tuple[int, int]) -> None:
     """Another number of ranks and another micro-batch: the samples of each step are the same, in the same order."""
+    assume(stop * first[0] * first[1] % (then[0] * then[1]) == 0)  # else micro-batches would lie across the ends of steps
     folder = tmp_path_factory.mktemp("data")
     metrics = {"rarity": metric(folder, VALUES), "size": metric(folder, VALUES[::-1], "size", min_difficulty=9)}
 
