@@ -340,14 +340,21 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_tree_names_every_module() -> None:
+def test_the_tree_names_every_module_and_nothing_else() -> None:
     rows = re.findall(r"^\| (`\w+/`.*?) \| (.*)$", (ROOT / "docs" / "ARCHITECTURE.md").read_text(), re.M)
     code = {rooms: re.findall(r"[\w/]+", " ".join(re.findall(r"`(.*?)`", text))) for rooms, text in rows}
     named = {room: names for rooms, names in code.items() for room in re.findall(r"`(\w+)/`", rooms)}
-    for module in (ROOT / "src" / "slipstream").glob("*/*"):
+    source = ROOT / "src" / "slipstream"
+    for module in source.glob("*/*"):
         entry = f"{module.name}/" if module.is_dir() else module.stem
         if (module.suffix == ".py" or (module / "__init__.py").exists()) and entry != "__init__":
             assert entry in named.get(module.parent.name, ()) or module.parent.name == "compat", f"{module.parent.name}/{entry}"
+    for rooms, text in rows:
+        homes = [source / room for room in re.findall(r"`(\w+)/`", rooms)]
+        homes += [source, *(folder for home in homes for folder in home.glob("*/"))]
+        for folders, pattern in ((homes, r"`([a-z]\w*)/?`"), ((source, ROOT), r"`(\w+/[\w/]+)(?:\.py)?`")):
+            for name in re.findall(pattern, text):
+                assert any((folder / name).is_dir() or (folder / f"{name}.py").exists() for folder in folders), f"{rooms} {name}"
 
 
 def test_links_lead_somewhere() -> None:
