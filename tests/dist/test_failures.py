@@ -319,6 +319,7 @@ def test_a_lost_process_of_a_sliced_model_ends_the_other(nursery: Nursery, tmp_p
     assert outcome.late(0, 1) < 5.0, outcome
 
 
+@NATIVE
 @pytest.mark.slow
 def test_a_lost_process_of_a_model_outside_the_table(nursery: Nursery, tmp_path: Path) -> None:
     folder = tiny("Nemotron", tmp_path)
