@@ -421,6 +421,7 @@ def test_a_refusal_leaves_the_model_unchanged() -> None:
         ({}, {"lr_scheduler": plateau}, r"a ReduceLROnPlateau, whose step\(\) needs metrics.*scheduler.step\(metric\)"),
         ({"optimizer": None}, {"optimizer": optimizer, "lr_scheduler": plateau(optimizer)}, "whose step"),
         ({}, {"lr_scheduler": 3}, r"is a int, which has no step\(\)"),
+        ({}, {"lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}, r"is a StepLR of another optimizer \(SGD\)"),
         ({"optimizer": None, "scheduler": {"type": "WarmupLR"}}, {}, r"the config's scheduler \(WarmupLR\) has no optimizer"),
         ({"optimizer": {"type": "MuAdam"}}, {}, "scales learning rates by the model's base shapes"),
         (uncorrected, {"model": toy.seeded(toy.Net).double()}, "bias_correction=false.*float64"),

@@ -359,8 +359,8 @@ def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -
     return cls(optimizer, **params)
 
 
-def check_steps(scheduler: Any) -> Any:
-    """Return the scheduler; raise ValueError unless `advance` can step it."""
+def check_scheduler(scheduler: Any, optimizer: Any) -> Any:
+    """Return the scheduler; raise ValueError unless `advance` can step it and it sets this optimizer's rates."""
     name = type(scheduler).__name__
     if not callable(getattr(scheduler, "step", None)):
         raise ValueError(f"lr_scheduler= is a {name}, which has no step(); pass a scheduler, or a callable that builds one")
@@ -368,6 +368,12 @@ def check_steps(scheduler: Any) -> Any:
     if needed not in ([], ["increment"]):  # Megatron's counts samples by that name; others want an epoch or a metric
         raise ValueError(
             f"lr_scheduler= is a {name}, whose step() needs {', '.join(needed)}, which the engine cannot pass: {_STEP_YOURSELF}"
+        )
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    if groups and not any(group is own for group in groups for own in optimizer.param_groups):  # optimizers can share groups
+        raise ValueError(
+            f"lr_scheduler= is a {name} of another optimizer ({type(scheduler.optimizer).__name__}), so it would not set the "
+            f"engine's learning rates: pass that optimizer as optimizer=, or as lr_scheduler= a callable, which gets the engine's"
         )
     return scheduler
 
