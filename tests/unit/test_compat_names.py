@@ -150,7 +150,8 @@ def test_a_cpu_as_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_versions() -> None:
     info = load("git_version_info")
-    assert info.version == importlib.import_module("deepspeed").__version__
+    package = importlib.import_module("deepspeed")
+    assert (info.version, "[none]", "[none]") == (package.__version__, package.__git_hash__, package.__git_branch__)
     assert torch.__version__.startswith(f"{info.torch_info['version']}.") and info.torch_info["cuda_version"] == "0.0"
     assert set(info.installed_ops) == set(load("ops").__compatible_ops__) and not any(info.installed_ops.values())
     assert (info.accelerator_name, info.git_hash, info.git_branch) == ("cpu", "[none]", "[none]")
@@ -436,7 +437,7 @@ def test_attributes_of_schedules() -> None:
     assert (cycle.min_lrs, cycle.max_lrs, cycle.step_ratio, cycle.total_size) == ([0.01, 0.01], [0.1, 0.3], 0.25, 40.0)
     assert (cycle.first_step_size, cycle.second_step_size, cycle.first_stair_count, cycle.second_stair_count) == (10, 30, 0, 0)
     assert cycle.min_moms == [(0.8, 0.99)] * 2 and cycle.skip_lr_decay and cycle.skip_mom_decay
-    assert cycle.get_mom() == [(0.8, 0.99)] * 2
+    assert cycle.get_mom() == [(0.9, 0.99)] * 2 and cycle.optimizer.param_groups[1]["betas"] == (0.8, 0.99)
     warmup = module.WarmupLR(optimizer(), warmup_min_lr=0.02, warmup_num_steps=10, warmup_type="linear")
     assert (warmup.min_lrs, warmup.max_lrs, warmup.warmup_num_steps, warmup.warmup_type) == ([0.02], [0.1], 10, "linear")
     assert warmup.delta_lrs == pytest.approx([0.08]) and warmup.inverse_log_warm_up == pytest.approx(1 / math.log(10))
@@ -591,6 +592,31 @@ def test_the_optimizer_is_what_isinstance_looks_for(deepspeed: Any, stage: int) 
 
         assert isinstance(Own(1), kind) and Own(2).number == 2 and not isinstance(engine.optimizer, Own)
     assert isinstance(engine.optimizer, torch.optim.Optimizer)
+    engine.destroy()
+
+
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("stage", "blocks", "expected"),
+    [
+        (0, {}, "FP16_Optimizer"),
+        (1, SUMS, "BF16_Optimizer"),
+        (1, {}, "DeepSpeedZeroOptimizer"),
+        (2, SUMS, "DeepSpeedZeroOptimizer"),
+    ],
+)
+def test_the_class_of_an_optimizer_of_bf16(deepspeed: Any, stage: int, blocks: Any, expected: str) -> None:  # noqa: F811
+    engine = make(deepspeed, stage, dtype="bf16", **blocks)
+    kinds = {path.rpartition(".")[2]: load(path.rpartition(".")[0]) for path in KINDS if path.count(".") > 1}
+    found = {name for name, module in kinds.items() if isinstance(engine.optimizer, getattr(module, name))}
+    assert (
+        expected in found
+        and len(found - {"FP16_UnfusedOptimizer", "ZeROOptimizer"}) == 1
+        and ("ZeROOptimizer" in found) is (stage > 0)
+    )
     engine.destroy()
 
 

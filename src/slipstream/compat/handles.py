@@ -148,16 +148,25 @@ def _type(name: str, base: type, is_of: Callable[[Plan], bool]) -> Any:
     return _Asks(name, (base,), {"stands_for": staticmethod(stands_for), "__module__": __name__})
 
 
-def _plain(dtype: torch.dtype) -> Callable[[Plan], bool]:
-    return lambda plan: plan.zero.stage == 0 and plan.precision.param_dtype is dtype
+def _is_bf16(plan: Plan) -> bool:
+    """Whether DeepSpeed uses BF16_Optimizer: at stage 1 with fp32 accumulation and no offload, or at stage 0 in a pipeline."""
+    sums = plan.zero.stage == 1 and plan.precision.grad_accum_dtype is torch.float32 and plan.offload.optimizer == "none"
+    return plan.precision.param_dtype is torch.bfloat16 and (sums or (plan.zero.stage == 0 and plan.mesh.pp > 1))
 
 
-ZeROOptimizer = _type("ZeROOptimizer", DeepSpeedOptimizer, lambda plan: plan.zero.stage > 0)
-DeepSpeedZeroOptimizer = _type("DeepSpeedZeroOptimizer", ZeROOptimizer, lambda plan: plan.zero.stage in (1, 2))
+def _is_half(plan: Plan) -> bool:
+    half = plan.precision.param_dtype in (torch.float16, torch.bfloat16)
+    return plan.zero.stage == 0 and half and not _is_bf16(plan)
+
+
+ZeROOptimizer = _type("ZeROOptimizer", DeepSpeedOptimizer, lambda plan: plan.zero.stage > 0 or _is_bf16(plan))
+DeepSpeedZeroOptimizer = _type(
+    "DeepSpeedZeroOptimizer", ZeROOptimizer, lambda plan: plan.zero.stage in (1, 2) and not _is_bf16(plan)
+)
 DeepSpeedZeroOptimizer_Stage3 = _type("DeepSpeedZeroOptimizer_Stage3", ZeROOptimizer, lambda plan: plan.zero.stage == 3)
-BF16_Optimizer = _type("BF16_Optimizer", DeepSpeedOptimizer, _plain(torch.bfloat16))
-FP16_Optimizer = _type("FP16_Optimizer", DeepSpeedOptimizer, _plain(torch.float16))
-FP16_UnfusedOptimizer = _type("FP16_UnfusedOptimizer", DeepSpeedOptimizer, _plain(torch.float16))
+BF16_Optimizer = _type("BF16_Optimizer", ZeROOptimizer, _is_bf16)
+FP16_Optimizer = _type("FP16_Optimizer", DeepSpeedOptimizer, _is_half)
+FP16_UnfusedOptimizer = _type("FP16_UnfusedOptimizer", DeepSpeedOptimizer, _is_half)
 
 
 class DeepSpeedDataLoader(metaclass=_Asks):

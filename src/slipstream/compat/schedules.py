@@ -59,7 +59,12 @@ def _with_attributes(kind: Any, attributes: Mapping[str, Callable[[Any], Any]], 
 
 
 def _get_mom(self: Any) -> list[tuple[float, float]] | None:
-    """Return the betas of each parameter group at `last_batch_iteration`, or None if the momentum is not cycled."""
+    """Return the betas of each parameter group at `last_batch_iteration`, or None if the momentum is not cycled.
+
+    Before the first `step()` they are the cycle's first, as in DeepSpeed, and the groups have `min_moms`.
+    """
+    if self.cycle_momentum and self.last_batch_iteration < 0:
+        return list(self.max_moms)
     return [new["betas"] for new in self._values() if "betas" in new] if self.cycle_momentum else None
 
 
