@@ -46,6 +46,7 @@ class FakeTokenizer:
     template = "<tool_call> <think></think>"
     variables = frozenset({"messages", "tools", "enable_thinking", "trim"})
     marks: Mapping[str, int] = {}
+    hidden: frozenset[int] = frozenset()
     vocab_size = 256
 
     def encode(self, text: str, *, special: bool = True, max_tokens: int | None = None) -> list[int]:

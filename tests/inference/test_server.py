@@ -193,7 +193,8 @@ def test_tokens_in_logprobs_are_told_apart() -> None:
     """Half characters by their bytes; of tokens with the same text, the likeliest is kept. Offsets are of the text."""
     tokenizer = FakeTokenizer()
     tokenizer.token_bytes = lambda token: {300: b"A"}.get(token) or bytes([token])  # type: ignore[method-assign]
-    form = CompletionFormat("fake/model", tokenizer, logprobs=True)
+    request = CompletionRequest(prompt="")
+    form = CompletionFormat(request, "fake/model", tokenizer, logprobs=True, prompts=[[]])
     chosen = [(300, -3.0), (0xE2, -1.0), (0x82, -1.0), (0xAC, -1.0), (66, -1.0)]  # another A, the three bytes of an euro sign, B
     entries = [Logprob(token, value, ((65, -0.5), (0xE2, -1.0), (0x82, -2.0))) for token, value in chosen]
     pieces = [form.pieces(join(0, [Output(0, "", logprobs=(entry,))]))[0]["logprobs"] for entry in entries]
@@ -203,12 +204,12 @@ def test_tokens_in_logprobs_are_told_apart() -> None:
     others = {"A": -0.5, r"bytes:\xe2": -1.0, r"bytes:\x82": -2.0}
     assert joined["top_logprobs"] == [others, others, others, others | {r"bytes:\xac": -1.0}, others | {"B": -1.0}]
     assert joined["text_offset"] == [0, 1, 1, 1, 2]
-    formatter = CompletionFormat("fake/model", tokenizer, logprobs=True)
+    formatter = CompletionFormat(request, "fake/model", tokenizer, logprobs=True, prompts=[[]])
     assert formatter.choice(join(0, [Output(0, "", logprobs=tuple(entries))]))["logprobs"] == joined
 
 
 def test_parameters_reach_the_engine(ai: Any, engine: FakeEngine) -> None:
-    more = {"stop_token_ids": [7], "priority": -2}
+    more = {"stop_token_ids": [7], "priority": -2, "include_stop_str_in_output": True, "skip_special_tokens": False}
     ai.chat.completions.create(
         model="fake/model",
         messages=[{"role": "user", "content": "one"}],
@@ -228,6 +229,7 @@ def test_parameters_reach_the_engine(ai: Any, engine: FakeEngine) -> None:
     assert (params.presence_penalty, params.frequency_penalty, params.stop, params.logit_bias) == (1, -1, ("x",), {5: -100})
     assert (params.top_k, params.min_p, params.repetition_penalty, params.min_tokens) == (4, 0.1, 1.1, 2)
     assert (params.ignore_eos, params.stop_token_ids, params.logprobs, params.json_schema) == (True, (7,), None, None)
+    assert (params.include_stop_str_in_output, params.skip_special_tokens) == (True, False)
     ai.chat.completions.create(model="fake/model", messages=[{"role": "user", "content": "one"}])
     assert engine.submitted[-1][0].max_tokens == engine.max_context - len("<user>one")
 
@@ -429,7 +431,7 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"continue_final_message": True}, "continue_final_message", "last message of the assistant"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "field of its own"),
         ({"max_completion_tokens": 3}, "max_completion_tokens", "differ"),
-        ({"model": None}, "model", "string"),
+        ({"model": 1}, "model", "string"),
     ],
 )
 def test_bad_values_are_explained(address: str, fields: dict[str, Any], param: str, says: str) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 from slipstream.inference.server.chat import ChatRequest  # noqa: E402
-from tests.inference.fake_engine import FakeEngine  # noqa: E402
+from tests.inference.fake_engine import FakeEngine, FakeTokenizer  # noqa: E402
 from tests.inference.test_server import CHAT, COMPLETIONS, OTHER, STRICT, TOOL, USER, call, client, post, serving  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -76,7 +76,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             },
             {"skip_special_tokens": True},
             {"prompt_logprobs": 1},
-            {"return_token_ids": True},
+            {"model": None},
+            {"logprobs": False, "top_logprobs": 0},
             {"keep_alive": "5m"},
             {"think": False},
             {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
@@ -95,6 +96,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             {"echo": True, "logprobs": 1, "max_tokens": 0},
             {"echo": True, "logprobs": 1, "max_tokens": 1, "prompt": [104, 105]},
             {"best_of": 2},
+            {"response_format": FORMAT},
             {"suffix": ""},
         )
     ),
@@ -119,7 +121,7 @@ def address(engine: FakeEngine) -> Iterator[str]:
 
 
 def test_bodies_of_clients_are_served(address: str) -> None:
-    assert len(BODIES) + len(REFUSED) == 52 and len(BODIES) >= 48
+    assert len(BODIES) + len(REFUSED) == 54 and len(BODIES) >= 48
     for path, fields in BODIES:
         reply = post(address, path, **fields)
         assert reply.status == 200, (fields, reply.body)
@@ -182,7 +184,7 @@ def test_a_final_message_is_continued_where_it_ends(address: str, engine: FakeEn
     def prompt(content: Any, **fields: Any) -> str:
         message = {"role": "assistant", "content": content}
         reply = post(address, messages=[USER, message], continue_final_message=True, prompt_logprobs=0, **fields)
-        scored = json.loads(reply.body)["choices"][0]["prompt_logprobs"]
+        scored = json.loads(reply.body)["prompt_logprobs"]
         return "".join(one["decoded_token"] for entry in scored[1:] for one in entry.values())
 
     begin, trim = "user>hi<assistant>", {"chat_template_kwargs": {"trim": True}}
@@ -231,12 +233,41 @@ def test_prompts_are_scored(address: str) -> None:
         assert (silent.usage.completion_tokens, silent.choices[0].finish_reason) == (0, "length")
     assert json.loads(post(address, COMPLETIONS, prompt=[100, 101], echo=True, max_tokens=0).body)["choices"][0]["text"] == "de"
     for path in (CHAT, COMPLETIONS):
-        [choice] = json.loads(post(address, path, prompt_logprobs=1).body)["choices"]
-        first, second, *_ = choice["prompt_logprobs"]
+        body = json.loads(post(address, path, prompt_logprobs=1).body)
+        first, second, *_ = (body if path == CHAT else body["choices"][0])["prompt_logprobs"]  # where vLLM has them
         assert first is None and {"logprob": -1.0, "rank": 1, "decoded_token": "a"} in second.values()
     # 4,000 tokens x 128 choices x 21 entries would be gigabytes of objects on the event loop
     error = post(address, COMPLETIONS, prompt="a" * 4000, n=128, prompt_logprobs=20).error
     assert error["param"] == "prompt_logprobs" and "10,752,000 entries" in error["message"]
+
+
+def test_the_tokens_of_prompt_and_answer_are_returned(address: str) -> None:
+    for path, chat in ((CHAT, True), (COMPLETIONS, False)):
+        ask: dict[str, Any] = {"n": 2, "max_tokens": 4, "logprobs": True if chat else 1, "return_token_ids": True}
+        body = json.loads(post(address, path, **ask, return_tokens_as_token_ids=True).body)
+        prompt = [*(b"<user>hi" if chat else b"hi")]
+        assert [choice["token_ids"] for choice in body["choices"]] == [[1, 2, 3, 4]] * 2
+        assert all((body if chat else choice)["prompt_token_ids"] == prompt for choice in body["choices"])
+        scores = body["choices"][0]["logprobs"]
+        names = [entry["token"] for entry in scores["content"]] if chat else scores["tokens"]
+        assert names == [f"token_id:{65 + number}" for number in (1, 2, 3, 4)]
+        chunks = [json.loads(line[6:]) for line in post(address, path, **ask, stream=True).body.decode().splitlines()[:-2] if line]
+        firsts = {chunk["choices"][0]["index"]: chunk if chat else chunk["choices"][0] for chunk in reversed(chunks)}
+        assert [firsts[index]["prompt_token_ids"] for index in (0, 1)] == [prompt, prompt]
+        assert sum('"prompt_token_ids"' in json.dumps(chunk) for chunk in chunks) == 2
+        parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == 0]
+        assert [token for part in parts for token in part.get("token_ids", ())] == [1, 2, 3, 4]
+
+
+def test_offsets_are_places_in_the_text(address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of special tokens that the tokenizer puts before a prompt, and that the text of an answer leaves out."""
+    monkeypatch.setattr(FakeTokenizer, "hidden", frozenset([66]))
+    ask = {"logprobs": 0, "max_tokens": 3}
+    [choice] = json.loads(post(address, COMPLETIONS, **ask).body)["choices"]
+    assert (choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]) == (["B", "C", "D"], [0, 0, 1])
+    monkeypatch.setattr(FakeTokenizer, "encode", lambda *_, **__: [60, 62, 104, 105])
+    [choice] = json.loads(post(address, COMPLETIONS, **ask, echo=True).body)["choices"]
+    assert choice["text"].startswith("hi") and choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 2, 2, 3]
 
 
 def test_the_best_of_several(address: str) -> None:

@@ -218,6 +218,20 @@ def test_the_wait_for_a_reader_is_no_time_of_a_forward() -> None:
         assert engine.stats().generated_tokens == 20 and engine._scheduler.pace.seconds(ForwardSize(1)) < 0.01
 
 
+def test_the_text_includes_what_it_is_asked_to_include() -> None:
+    with running(HashRunner(says="hello")) as engine:
+        for fields, text in (
+            ({"stop_token_ids": ord("o")}, "hell"),
+            ({"stop_token_ids": ord("o"), "include_stop_str_in_output": True}, "hello"),
+            ({"include_stop_str_in_output": True}, "hello"),
+            ({"skip_special_tokens": False}, "hello"),
+            ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "hello<end>"),
+            ({"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 6}, "hello<end>"),
+        ):
+            answer = wait(ask(engine, "x", SamplingParams(**{"temperature": 0, "max_tokens": 6, **fields})))
+            assert answer.text() == text, fields
+
+
 def test_no_seed_means_another_text_each_time() -> None:
     with running() as engine:
         texts = {wait(ask(engine, "x", SamplingParams(temperature=2.0, max_tokens=20))).text() for _ in range(4)}
@@ -234,6 +248,8 @@ def test_stop_strings_across_tokens(stop: str, text: str) -> None:
         assert answer.text() == text
         assert answer.last().finish is Finish.STOP
         assert all(stop not in output.text for output in answer.outputs[0])
+        kept = SamplingParams(temperature=0, max_tokens=50, stop=(stop,), include_stop_str_in_output=True)
+        assert wait(ask(engine, "x", kept)).text() == text + (stop if text + stop in "hello world, smörgås" else "")
 
 
 def test_usage_ends_and_logprobs() -> None:

@@ -92,6 +92,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False  # the text ends with the stop string or stop token that ended it
+    skip_special_tokens: bool = True  # the text is without special tokens
     logprobs: int | None = None  # alternatives to report next to the sampled token's own; None: report none
     seed: int | None = None  # None: random, for each request
     prompt_logprobs: int | None = None  # like `logprobs`, for the prompt's tokens; the prefix cache is then not read

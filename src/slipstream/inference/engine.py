@@ -134,7 +134,7 @@ class _Sequence:
             self.num_reported += 1
             if self.constraint is not None:
                 self.constraint.accept(sampled.token)
-            if finish is Finish.STOP and num == len(tokens):
+            if finish is Finish.STOP and num == len(tokens) and not self.request.params.include_stop_str_in_output:
                 break  # the end token is not part of the text
             text += self._pass("" if self.stream is None else self.stream.push([sampled.token]))
             if self.stops.matched is not None:
@@ -294,8 +294,8 @@ class Engine:
             self._check_open()
             used, salt = self._adapter(adapter, salt)
             self._scheduler.check(len(ids), tenant)  # before the schema is compiled and n answers allocated; `add` checks again
-        stops = params.ignore_eos and not params.constrained  # after complete JSON the grammar allows only an end token
-        ends = frozenset(params.stop_token_ids) | (frozenset() if stops else self.end_ids)
+        endless = params.ignore_eos and not params.constrained  # after complete JSON the grammar allows only an end token
+        ends = frozenset(params.stop_token_ids) | (frozenset() if endless else self.end_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         handle, now = Handle(f"request-{next(self._ids)}", sink), time.perf_counter()
         for index in range(n):
@@ -313,11 +313,10 @@ class Engine:
                 arrival=now - waited,
                 seed=seed + index,
             )
-            stream = None if self.tokenizer is None else Stream(self.tokenizer, ids)
+            stream = None if self.tokenizer is None else Stream(self.tokenizer, ids, params.skip_special_tokens)
+            stops = StopStrings(params.stop, params.include_stop_str_in_output)
             constraint = self._constraint(params) if params.constrained else None
-            sequence = _Sequence(
-                index=index, handle=handle, request=request, stream=stream, stops=StopStrings(params.stop), constraint=constraint
-            )
+            sequence = _Sequence(index=index, handle=handle, request=request, stream=stream, stops=stops, constraint=constraint)
             handle.sequences.append(sequence)
         first, *others = (sequence.request for sequence in handle.sequences)
         first.siblings = others

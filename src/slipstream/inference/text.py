@@ -302,9 +302,9 @@ class Stream:
 
     WINDOW = 24  # tokens; a longer run without complete text is not an incomplete character
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True) -> None:
         self._decode = tokenizer.backend.decode
-        self._hidden = tokenizer.hidden
+        self._hidden = tokenizer.hidden if skip_special else frozenset[int]()
         # Decoders strip the space of a text's first token. The first generated token is not the first, so prepend the prompt.
         shown = [i for i in prompt[-self.WINDOW :] if i not in self._hidden]
         for num in range(8, self.WINDOW + 1):
@@ -357,8 +357,10 @@ class StopStrings:
     automaton per stop string: constant work per character. Pass no text before min_tokens are reached.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
+        """`keep`: the text includes the stop string."""
         self.matched: str | None = None  # the stop string that was found; push returns no text after it
+        self._keep = keep
         self._stops = list(stops)
         self._fallback = [_borders(stop) for stop in stops]
         self._progress = [0] * len(stops)  # length of the prefix of each that the text ends with
@@ -376,7 +378,7 @@ class StopStrings:
             complete = [stop for stop, n in zip(self._stops, self._progress, strict=True) if n == len(stop)]
             if complete:
                 self.matched, self._buffer = max(complete, key=len), ""
-                return buffer[: position + 1 - len(self.matched)]
+                return buffer[: position + 1 - (0 if self._keep else len(self.matched))]
         safe = len(buffer) - max(self._progress)
         self._buffer = buffer[safe:]
         return buffer[:safe]

@@ -30,6 +30,7 @@ from slipstream.inference.server.bodies import (
 from slipstream.inference.server.calls import CallFinder, CallForm, Functions, Thoughts
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
+from slipstream.inference.server.requests import SampledFields
 from slipstream.inference.text import Tokenizer
 
 
@@ -95,16 +96,17 @@ class ChoicesFormat(Format):
     response_object: ClassVar[str]  # the `object` field of a non-streaming response
     chunk_object: ClassVar[str]  # the `object` field of a stream's chunks
 
+    request: SampledFields
     model: str
     tokenizer: Tokenizer
     _: KW_ONLY
     logprobs: bool
-    prompts: Sequence[Sequence[int]] = ()  # their tokens
-    scored: bool = False  # the response includes the log-probabilities of the prompts' tokens, in vLLM's form
+    prompts: Sequence[Sequence[int]]  # their tokens
     silent: bool = False  # leave out the token that the engine generates
 
     def __post_init__(self) -> None:
         self.include_usage = False
+        self._started: set[int] = set()  # choices of which something was returned
         self.head: dict[str, Any] = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
 
     @abstractmethod
@@ -132,8 +134,8 @@ class ChoicesFormat(Format):
         entries = [self.choice(joined) for joined in choices]
         return {**self.head, "object": self.response_object, "choices": entries, "usage": self._usage(usages)}
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: Any = None) -> bytes:
-        body = {**self.head, "object": self.chunk_object, "choices": choices}
+    def _chunk(self, choices: list[dict[str, Any]], usage: Any = None, **more: Any) -> bytes:
+        body = {**self.head, "object": self.chunk_object, "choices": choices, **more}
         if self.include_usage:
             body["usage"] = usage
         return event(body)
@@ -150,8 +152,8 @@ class ChoicesFormat(Format):
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
         }
 
-    def _prompt(self, part: Output) -> list[dict[str, PromptLogprob] | None]:
-        """Per token of the prompt: token id -> log-probability, for the token and for the likeliest ones."""
+    def _scores(self, part: Output, prompt: Sequence[int]) -> dict[str, Any]:
+        """What the response says about a prompt: its tokens; for each, token id -> log-probability, for it and the likeliest."""
         listed: list[dict[str, PromptLogprob] | None] = []
         for entry in part.prompt_logprobs or ():
             ranks = {} if entry is None else {token: (value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
@@ -164,7 +166,8 @@ class ChoicesFormat(Format):
                 for token, (value, rank) in ranks.items()
             }
             listed.append(named or None)
-        return listed
+        ids = {"prompt_token_ids": [*prompt]} if self.request.return_token_ids else {}
+        return ids | ({"prompt_logprobs": listed} if self.request.prompt_logprobs is not None else {})
 
 
 @dataclass(eq=False, kw_only=True)
@@ -177,7 +180,6 @@ class CompletionFormat(ChoicesFormat):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.kept = self.kept or self.width
-        self._started: set[int] = set()
         self._offsets: dict[int, int] = {}  # choice -> offset of its next token in its text
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # choice -> decoder; counts a character once it is complete
 
@@ -189,23 +191,26 @@ class CompletionFormat(ChoicesFormat):
         return super().body(kept or choices, usages)
 
     def pieces(self, part: Output) -> list[dict[str, Any]]:
-        if not (part.text or part.finish or part.prompt_logprobs or (self.logprobs and part.logprobs)):
+        ids = self.request.return_token_ids and part.token_ids
+        if not (part.text or part.finish or part.prompt_logprobs or part.logprobs or ids):
             return []
         return [dict(self.choice(part))]
 
     def choice(self, joined: Output) -> CompletionChoice:
-        part = replace(joined, text="", logprobs=(), finish=joined.finish and Finish.LENGTH) if self.silent else joined
-        repeated = self._repeated(part.index) if self.echo and part.index not in self._started else ""
-        self._started.add(part.index)
+        part = joined
+        if self.silent:
+            part = replace(joined, text="", token_ids=(), logprobs=(), finish=joined.finish and Finish.LENGTH)
+        scores = {} if part.index in self._started else self._scores(part, self.prompts[part.index // self.kept])
         choice: CompletionChoice = {
             "index": part.index,
-            "text": repeated + part.text,
+            "text": self._repeated(part.index) + part.text if self.echo and part.index not in self._started else part.text,
             "logprobs": self._logprobs(part) if self.logprobs else None,
             "finish_reason": _reason(part.finish),
         }
-        if self.scored and part.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._prompt(part)
-        return choice
+        if self.request.return_token_ids:
+            choice["token_ids"] = [*part.token_ids]
+        self._started.add(part.index)
+        return {**choice, **scores}  # type: ignore[typeddict-item]
 
     def _repeated(self, index: int) -> str:
         prompt = self.echo[index // self.kept]
@@ -217,14 +222,20 @@ class CompletionFormat(ChoicesFormat):
         decoder = self._decoders.setdefault(part.index, codecs.getincrementaldecoder("utf-8")("replace"))
         body: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         scored: list[tuple[int, Logprob | None]] = [(entry.token_id, entry) for entry in part.logprobs]
+        prompt: Sequence[int] = ()
         if self.echo and part.prompt_logprobs is not None:
-            scored = [*zip(self.prompts[part.index // self.kept], part.prompt_logprobs, strict=True), *scored]
-        for token, entry in scored:
+            prompt = self.prompts[part.index // self.kept]
+            scored = [*zip(prompt, part.prompt_logprobs, strict=True), *scored]
+            written = decoder.decode(b"".join(map(self.tokenizer.token_bytes, prompt)))
+            decoder.reset()
+            offset = len(self._repeated(part.index)) - len(written)  # negative if encoding puts a token or a space before the text
+        for place, (token, entry) in enumerate(scored):
             body["tokens"].append(self._name(token))
             body["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
             body["top_logprobs"].append(None if entry is None else self._top(entry))
-            body["text_offset"].append(offset)
-            offset += len(decoder.decode(self.tokenizer.token_bytes(token)))
+            body["text_offset"].append(max(offset, 0))
+            if place < len(prompt) or self.request.skip_special_tokens is False or token not in self.tokenizer.hidden:
+                offset += len(decoder.decode(self.tokenizer.token_bytes(token)))
         self._offsets[part.index] = offset
         return body
 
@@ -238,7 +249,7 @@ class CompletionFormat(ChoicesFormat):
         """The token's text, or OpenAI's notation for an incomplete UTF-8 sequence, bytes:\\xe2\\x80."""
         raw = self.tokenizer.token_bytes(token_id)
         try:
-            return raw.decode()
+            return f"token_id:{token_id}" if self.request.return_tokens_as_token_ids else raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
@@ -268,24 +279,29 @@ class ChatFormat(ChoicesFormat):
         super().__post_init__()
         self._thoughts: dict[int, Thoughts] = {}
         self._finders: dict[int, CallFinder] = {}
-        self._started: set[int] = set()
         self._texts: dict[int, str] = {}  # choice -> text of a call whose function is known only at its end
         self._called: set[int] = set()  # choices whose only forced call has begun; it begins after the reasoning
         self._cut: set[int] = set()  # choices whose forced call is truncated
 
+    def body(self, choices: Sequence[Output], usages: Mapping[int, Usage]) -> Any:
+        return {**super().body(choices, usages), **self._scores(choices[0], self.prompts[0])}
+
+    def events(self, part: Output) -> bytes:
+        scores = {} if part.index in self._started else self._scores(part, self.prompts[0])
+        return b"".join(self._chunk([piece], **({} if number else scores)) for number, piece in enumerate(self.pieces(part)))
+
     def pieces(self, part: Output) -> list[dict[str, Any]]:
         logprobs = self._logprobs(part) if self.logprobs and part.logprobs else None
-        scores, (thought, part) = part if self.scored and part.prompt_logprobs is not None else None, self._think(part)
+        thought, part = self._think(part)
         deltas = self._deltas(part, thought)
-        if logprobs and not deltas:
+        ids = {"token_ids": [*part.token_ids]} if self.request.return_token_ids and part.token_ids else {}
+        if (logprobs or ids) and not deltas:
             deltas.append({"content": ""})
         choices: list[dict[str, Any]] = [
             {"index": part.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
         ]
         if choices:
-            choices[-1]["logprobs"] = logprobs
-        if scores is not None:
-            choices[0]["prompt_logprobs"] = self._prompt(scores)
+            choices[-1] |= {"logprobs": logprobs, **ids}
         if part.finish is not None:
             choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part)})
         return choices
@@ -339,8 +355,8 @@ class ChatFormat(ChoicesFormat):
         }
         if thought:
             answer["message"]["reasoning_content"] = thought
-        if self.scored and joined.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._prompt(joined)
+        if self.request.return_token_ids:
+            answer["token_ids"] = [*joined.token_ids]
         if calls:
             answer["message"]["tool_calls"] = [self._call(*call) for call in calls]  # type: ignore[misc]
         return answer
@@ -387,7 +403,8 @@ class ChatFormat(ChoicesFormat):
 
     def _logprob(self, token_id: int, logprob: float) -> Any:
         raw = self.tokenizer.token_bytes(token_id)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+        name = f"token_id:{token_id}" if self.request.return_tokens_as_token_ids else raw.decode("utf-8", "replace")
+        return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
 
 
 def _reason(finish: Finish | None) -> Any:

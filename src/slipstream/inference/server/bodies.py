@@ -36,6 +36,8 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
@@ -87,7 +89,7 @@ class ChatChoice(TypedDict):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
-    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+    token_ids: NotRequired[list[int]]
 
 
 class ChatBody(TypedDict):
@@ -97,6 +99,8 @@ class ChatBody(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_token_ids: NotRequired[list[int]]  # here and not in the choices, as in vLLM; likewise:
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
 class HealthBody(TypedDict):

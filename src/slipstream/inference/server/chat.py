@@ -98,33 +98,11 @@ class ToolSubset(Fields):
     allowed_tools: AllowedTools
 
 
-class JsonSchema(Fields):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: str | None = None
-    schema_: dict[str, JsonValue] = Field(alias="schema")
-    strict: bool | None = None  # no effect: the output always follows the schema
-
-
-class ResponseFormat(Fields):
-    type: Annotated[Literal["text", "json_object", "json_schema"], explained("type", "must be text, json_object or json_schema")]
-    json_schema: JsonSchema | None = None
-    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")  # of json_object, as in llama.cpp and instructor
-
-    @model_validator(mode="after")
-    def _has_its_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise wrong("json_schema", "type json_schema needs the field json_schema, and other types must not have it")
-        if self.schema_ is not None and self.type != "json_object":
-            raise wrong("schema", "is of type json_object; type json_schema has it in json_schema")
-        return self
-
-
 class ChatRequest(SampledFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | ToolSubset | None,
@@ -150,7 +128,7 @@ class ChatRequest(SampledFields):
     def _is_consistent(self) -> ChatRequest:
         if (self.max_tokens or 0) > 0 and (self.max_completion_tokens or 0) > 0 and self.max_tokens != self.max_completion_tokens:
             raise wrong("max_completion_tokens", "max_tokens and max_completion_tokens differ; set one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "top_logprobs needs logprobs: true")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
@@ -168,12 +146,11 @@ class ChatRequest(SampledFields):
         return self
 
     def _check_format(self) -> None:
-        formatted = [*(["response_format"] if self.format_schema() is not None else []), *self.structured()]
-        if formatted and self.forced():
-            raise wrong(formatted[0], f"a forced tool call and {formatted[0]} are mutually exclusive")
-        if len(formatted) > 1 or (self.structured() and self.offered()):
-            other = "tools" if len(formatted) == 1 else formatted[1]
-            raise wrong(formatted[0], f"{formatted[0]} and {other} both decide the form of the output; keep one")
+        for field in self.structured():
+            if self.forced():
+                raise wrong(field, f"a forced tool call and {field} are mutually exclusive")
+            if self.offered() and field != "response_format":
+                raise wrong(field, f"{field} and tools both decide the form of the output; keep one")
 
     def offered(self) -> list[Tool]:
         """The tools in the prompt; none if tool_choice is "none", so that the model calls none."""
@@ -189,13 +166,6 @@ class ChatRequest(SampledFields):
             return [function for function in functions if function.name == choice.function.name]
         required = choice == "required" or (isinstance(choice, ToolSubset) and choice.allowed_tools.mode == "required")
         return functions if required else []
-
-    def format_schema(self) -> Any:
-        """The JSON schema of the response format; None for text."""
-        if self.response_format is None or self.response_format.type == "text":
-            return None
-        given = self.response_format.json_schema or self.response_format
-        return {"type": "object"} if given.schema_ is None else given.schema_
 
     def forced_schema(self) -> Any:
         """The JSON schema of a forced call: of the function's arguments, or of {"name", "arguments"} for several functions."""
@@ -261,12 +231,12 @@ def prepare(server: Serving, request: ChatRequest, caller: Caller) -> Prepared:
         **constraints._asdict(),
     )
     form = ChatFormat(
-        request.model,
+        request,
+        request.model or server.engine.model_name,
         server.tokenizer,
         width=request.n or 1,
         logprobs=bool(request.logprobs),
         prompts=[prompt],
-        scored=request.prompt_logprobs is not None,
         forced=[function.name for function in request.forced()],
         named=isinstance(request.tool_choice, NamedTool),
         allowed={} if request.forced() else {tool.function.name: tool.function.parameters for tool in request.offered()},
@@ -332,24 +302,24 @@ def _thinking(tokenizer: Tokenizer, prompt: str) -> Thinking | None:
 
 def _constraints(server: Serving, request: ChatRequest, thinking: Thinking | None) -> tuple[Constraints, bool]:
     """The constraints on the output, and whether a strict function is not enforced because its form of calls has no grammar."""
-    begun, field = thinking is not None and thinking.begun, _constraining(request)
-    if request.structured():
-        bare = structured(request.structured())
-        return _grammar(server, field, thinking, given=bare) if begun else bare, False
-    schema, form = request.forced_schema() or request.format_schema(), form_of(server.tokenizer.template)
-    tools = [] if request.forced() else [tool.function for tool in request.offered()]
+    field, tools = _constraining(request), [] if request.forced() else [tool.function for tool in request.offered()]
+    if not tools:
+        call = request.forced_schema()
+        bare = structured(request.structured()) if call is None else Constraints(dumps(call, field))
+        begun = thinking is not None and thinking.begun  # the output begins within the model's reasoning
+        return _grammar(server, field, thinking, given=bare) if begun and any(bare) else bare, False
+    schema, form = request.format_schema(), form_of(server.tokenizer.template)
     strict = any(function.strict for function in tools)
-    if tools and schema is not None and not form.begin:
+    if schema is not None and not form.begin:
         raise RequestError("response_format beside tools is not served in this model's form of calls", param="response_format")
-    # A schema alone needs no grammar, unless the output begins within the model's reasoning.
-    if (form.begin and strict) or (schema is not None and (tools or begun)):
+    if schema is not None or (form.begin and strict):
         return _grammar(server, field, thinking, schema=schema, functions=tools, form=form), False
-    return Constraints(None if schema is None else dumps(schema, field)), strict
+    return Constraints(), strict
 
 
 def _constraining(request: ChatRequest) -> str:
     """The field from which the constraints on the output come, if there are any."""
-    return next(iter(request.structured()), "tools" if request.format_schema() is None else "response_format")
+    return next(iter(request.structured()), "tools")
 
 
 def _grammar(

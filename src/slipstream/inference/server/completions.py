@@ -58,13 +58,13 @@ def prepare(server: Serving, request: CompletionRequest, caller: Caller) -> Prep
         **structured(request.structured())._asdict(),
     )
     form = CompletionFormat(
-        request.model,
+        request,
+        request.model or server.engine.model_name,
         server.tokenizer,
         width=width,
         logprobs=request.logprobs is not None,
         prompts=prompts,
         echo=request.prompts() if request.echo else (),
-        scored=request.prompt_logprobs is not None,
         silent=request.max_tokens == 0,
         kept=request.n or 1,
     )

@@ -8,7 +8,7 @@ not a number, except where clients send that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
@@ -112,12 +112,33 @@ class StructuredOutputs(Fields):
     grammar: str | None = None
 
 
+class JsonSchema(Fields):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+    strict: bool | None = None  # no effect: the output always follows the schema
+
+
+class ResponseFormat(Fields):
+    type: Annotated[Literal["text", "json_object", "json_schema"], explained("type", "must be text, json_object or json_schema")]
+    json_schema: JsonSchema | None = None
+    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")  # of json_object, as in llama.cpp and instructor
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise wrong("json_schema", "type json_schema needs the field json_schema, and other types must not have it")
+        if self.schema_ is not None and self.type != "json_object":
+            raise wrong("schema", "is of type json_object; type json_schema has it in json_schema")
+        return self
+
+
 class SampledFields(Fields):
     """The fields that completions and chats share: OpenAI's, then vLLM's, then llama.cpp's."""
 
     labels = LABELS
 
-    model: str
+    model: str | None = None  # None: the server's only model
     max_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: no limit; 0: no limit in chats, no tokens in completions
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     temperature: Annotated[Number | None, documented(minimum=0, maximum=100)] = None
@@ -146,12 +167,17 @@ class SampledFields(Fields):
     min_tokens: Annotated[int | None, documented(minimum=0)] = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     first_within: Seconds | None = None  # the request's target: seconds to its first token; the next: between tokens
     wait_within: Seconds | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # each step is worth 10 s of waiting: no starvation
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None  # requests with the same salt share prefixes
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, JsonValue] | str | None = None
     guided_regex: str | None = None
@@ -171,12 +197,19 @@ class SampledFields(Fields):
     def structured(self) -> dict[str, tuple[str, Any]]:
         """Fields that constrain the output: name -> (kind of constraint: json, regex, choice or grammar; value)."""
         kinds = {f"guided_{kind}": (kind, getattr(self, f"guided_{kind}")) for kind in ("json", "regex", "choice", "grammar")}
-        kinds["grammar"] = ("grammar", self.grammar)
+        kinds |= {"grammar": ("grammar", self.grammar), "response_format": ("json", self.format_schema())}
         if (given := self.structured_outputs) is not None:
             for kind in ("json", "regex", "choice", "grammar"):
                 kinds[f"structured_outputs.{kind}"] = (kind, getattr(given, "json_" if kind == "json" else kind))
             kinds["structured_outputs.json_object"] = ("json", {"type": "object"} if given.json_object else None)
         return {name: (kind, value) for name, (kind, value) in kinds.items() if value is not None}
+
+    def format_schema(self) -> Any:
+        """The JSON schema of the response format; None for text."""
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        given = self.response_format.json_schema or self.response_format
+        return {"type": "object"} if given.schema_ is None else given.schema_
 
     def sampling(
         self,
@@ -191,6 +224,7 @@ class SampledFields(Fields):
         names = (
             *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"),
             *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
+            *("include_stop_str_in_output", "skip_special_tokens"),
         )
         fields = dict(defaults or {}) | {name: value for name in names if (value := getattr(self, name)) is not None}
         fields["top_k"] = max(0, fields.get("top_k", 0))  # vLLM's -1: all

@@ -46,7 +46,7 @@ class Reasoning(Fields):
 class ResponsesRequest(Fields):
     labels = LABELS | {"store": (False, True), "include": ([],), "truncation": ("disabled",), "user": ()}
 
-    model: str
+    model: str | None = None
     input: str | Annotated[list[dict[str, JsonValue]], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -209,7 +209,7 @@ class ResponsesFormat(Format):
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": request.model,
+            "model": chat.model,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "temperature": request.temperature,
