@@ -231,6 +231,7 @@ def test_a_state_dict_of_released_parameters_has_their_names_and_shapes(tmp_path
     engine, *_ = initialize(model=toy.seeded(toy.Lm), config=toy.settings(3))
     plain, state = toy.seeded(toy.Lm).state_dict(), engine.module.state_dict()
     assert {name: value.shape for name, value in state.items()} == {name: value.shape for name, value in plain.items()}
+    assert engine.module.head.state_dict()["weight"] is engine.module.head.weight  # PEFT reads the names of modules_to_save
     with pytest.raises(RuntimeError, match=r"'(head|embedding|blocks\.\d)\..* not gathered here"):
         torch.save(state, tmp_path / f"{engine.rank}.pt")
     with zero.GatheredParameters(engine.module.parameters()):

@@ -830,6 +830,11 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
         weight.zero_()
     assert model.to("cpu") is model and model.bfloat16().head.weight is weight and weight.ds_tensor.dtype is torch.bfloat16
     assert model.float().head.weight is weight and weight.dtype is torch.float32
+    weight.data = torch.nn.functional.pad(weight.data.clone(), (0, 0)).to(weight.dtype)  # as transformers does when it ties a head
+    for computed in (weight.data * 2, torch.nn.functional.pad(weight.data, (0, 1))):
+        with pytest.raises(RuntimeError, match="GatheredParameters"):
+            weight.data = computed
+    assert weight.equal(weight) and not torch.equal(weight, model.embedding.weight)
     assert weight.untyped_storage().nbytes() == 4
     torch.testing.assert_close(weight.ds_tensor.view(weight.shape), (plain.head.weight * 2).bfloat16().float())
     with zero.GatheredParameters(model.parameters(), modifier_rank=0):
@@ -848,6 +853,23 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
     torch.testing.assert_close(state["blocks.1.up.weight"], plain.blocks[1].up.weight)
     assert state["embedding.weight"].eq(0.5).all() and weight.ds_tensor.untyped_storage().nbytes() > weight.ds_tensor.nbytes
     step(engine)
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_is_trained_after_an_engine_without_optimizer(deepspeed: Any, stage: int) -> None:
+    """TRL's precompute_ref_log_probs, whose engine goes on answering."""
+    model, ids = toy.seeded(toy.Lm), toy.tokens(0, 0)
+    config = {"train_batch_size": len(ids), "zero_optimization": {"stage": stage}}
+    reference, *_ = deepspeed.initialize(model=model, config=config)
+    before = reference.eval()(ids).item()
+    engine = make(deepspeed, model=model)
+    assert reference(ids).item() == before
+    step(engine)
+    assert reference(ids).item() < before
+    with pytest.raises(ValueError, match="already belongs to an engine"):
+        deepspeed.initialize(model=model, config=config)
     engine.destroy()
 
 

@@ -532,6 +532,7 @@ def initialize(
     if optimizer is None and "optimizer" not in raw:  # as DeepSpeed, create no schedule; Trainer evaluates this way
         used = {name: value for name, value in used.items() if name != "scheduler"}
         given["lr_scheduler"] = lr_scheduler = None
+    zero.take_over(model)
     try:
         with zero.held_values(model):
             engine, handle, loader, scheduler = slipstream.initialize(config=used, **given)

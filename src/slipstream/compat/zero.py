@@ -38,6 +38,7 @@ from slipstream.zero.comm import Comm
 from slipstream.zero.hooks import Phase
 from slipstream.zero.init import asked, forget, supply
 from slipstream.zero.parameter import ReleasedParameter
+from slipstream.zero.storage.store import DiskStore
 from slipstream.zero.unit import State, Unit
 
 
@@ -61,6 +62,7 @@ _MARKS = frozenset(  # attributes of a parameter in stage 3
     partition_numel""".split()  # noqa: SIM905
 )
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
+_COPIES = _CONVERSIONS | {"clone", "detach", "contiguous", "pad"}  # transformers pads a tied head's bias to its size, mostly by 0
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_", "__get__"})
 _TRANSPOSED = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH"))  # attributes that are views
 _FACTS = frozenset(  # functions that do not read the values; `__get__` and `__set__` access attributes
@@ -123,13 +125,14 @@ class HeldParameter(nn.Parameter):
         kwargs = kwargs or {}
         target, name = _target(args, kwargs), getattr(func, "__name__", "")
         if isinstance(target, HeldParameter):
-            if func == _DATA.__get__ and Init.is_open():
-                return target  # so that param.data.normal_() in a constructor writes
+            if func == _DATA.__get__:  # inside Init the parameter itself, so that param.data.normal_() in a constructor writes
+                with torch._C.DisableTorchFunctionSubclass():
+                    return target if Init.is_open() else func(target).as_subclass(_StandIn)
             if name in _CONVERSIONS:
                 with torch._C.DisableTorchFunctionSubclass():
                     dtype = func(torch.empty((), dtype=target.dtype), *args[1:], **kwargs).dtype
                 return _stand_in(target, dtype)
-            if func == _DATA.__set__ and isinstance(args[1], _StandIn):
+            if func == _DATA.__set__ and isinstance(args[1], _StandIn) and args[1].shape == target.shape:
                 return _convert(target, args[1].dtype)
             if _is_write(func):
                 if not Init.is_open():
@@ -139,7 +142,8 @@ class HeldParameter(nn.Parameter):
                     )
                 _compute(func, args, kwargs)
                 return target
-        if Init.is_open() and (name not in _FACTS or func in _TRANSPOSED):
+        reads = name not in _FACTS or func in _TRANSPOSED
+        if (reads and Init.is_open()) or name == "equal":  # transformers compares what it ties
             return _compute(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -205,7 +209,15 @@ def _is_write(func: Any) -> bool:
 
 
 class _StandIn(Tensor):
-    """The result of converting a held parameter; `module.to(device)` and `module.bfloat16()` assign it to `param.data`."""
+    """A held parameter's `.data`, or a copy or conversion of it. Assigned to `param.data`, as by `module.to(device)`,
+    `module.bfloat16()` and `param.data = param.data.float()`, it keeps the values that the ranks store."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        is_copy = getattr(func, "__name__", "") in _COPIES and args and result.shape == args[0].shape
+        return result.as_subclass(_StandIn) if is_copy else result
 
 
 def _stand_in(param: Any, dtype: torch.dtype) -> Tensor:
@@ -655,11 +667,15 @@ def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
         for leaf in filter(z3_leaf_module, engine.module.modules()):
             for inner in leaf.parameters():
                 vars(inner).setdefault("ds_z3_leaf_module", leaf)
-        wrapped: dict[str, Callable[..., Any]] = {"save_pretrained": _save_state, "state_dict": _state_dict, "cpu": _to_cpu}
-        for method, around in wrapped.items():
-            own = getattr(engine.module, method, None)
+        wrapped: list[tuple[nn.Module, str, Callable[..., Any]]] = [
+            (engine.module, "save_pretrained", _save_pretrained),
+            (engine.module, "cpu", _to_cpu),
+            *((module, "_save_to_state_dict", _save_values) for module in engine.module.modules()),
+        ]
+        for module, method, around in wrapped:
+            own = getattr(module, method, None)
             if own is not None and getattr(own, "func", None) is not around:
-                setattr(engine.module, method, partial(around, own))  # deepcopy rebinds a partial, as it does no closure
+                setattr(module, method, partial(around, own))  # deepcopy rebinds a partial, as it does no closure
     if sharded and engine.optimizer is not None:
         engine.optimizer.parameter_offload = ParameterOffload(engine.module)
 
@@ -704,22 +720,17 @@ def _partition_numel(param: Any) -> int:
     return int(param.ds_tensor.ds_numel)
 
 
-def _state_dict(state_dict: Callable[..., Any], *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
-    """`module.state_dict()` that includes released parameters: scripts read names and shapes, and reading values raises. In
+def _save_values(save: Callable[..., Any], destination: Any, prefix: str, keep_vars: bool) -> None:
+    """A module's part of a `state_dict()`, with released parameters: scripts read names and shapes, and reading values raises. In
     DeepSpeed they are empty tensors."""
-    keep_vars = keep_vars or (len(args) > 2 and bool(args[2]))  # torch's old form: destination, prefix, keep_vars
-    state = state_dict(*args[:2], keep_vars=True, **kwargs)
-    if not keep_vars:
-        whole = {
-            name: value.detach()
-            for name, value in state.items()
-            if torch.is_tensor(value) and not isinstance(value, ReleasedParameter)
-        }
-        state.update(whole)
-    return state
+    own: dict[str, Any] = {}
+    save(own, prefix, True)
+    for name, value in own.items():
+        stays = keep_vars or not torch.is_tensor(value) or isinstance(value, ReleasedParameter)
+        destination[name] = value if stays else value.detach()
 
 
-def _save_state(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _save_pretrained(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`save_pretrained`, but a no-op on ranks that pass no state: accelerate passes the full state on rank 0 and, on the others,
     None with `is_main_process=False`. There it would read sharded parameters and write nothing."""
     if kwargs.get("is_main_process", True) or kwargs.get("state_dict") is not None:
@@ -736,6 +747,17 @@ def engine_of(param: nn.Parameter) -> tuple[Any, str]:
     raise ValueError(
         f"a parameter of shape {tuple(param.shape)} belongs to no engine of deepspeed.initialize(); pass one of engine.parameters()"
     )
+
+
+def take_over(model: Any) -> None:
+    """Destroy the engines without optimizer that have a model's parameters: DeepSpeed lets a second engine have them, and TRL
+    trains the model with which it has computed a reference. From then on, calling such an engine calls the model. Collective."""
+    units = access.units_of(model.parameters()) if isinstance(model, nn.Module) else {}
+    if any(isinstance(unit.weights, DiskStore) for unit in units):
+        return  # destroy would lose them, so initialize refuses the model
+    for engine in [each for each in _engines if each.optimizer is None and not units.keys().isdisjoint(each.units)]:
+        engine.destroy()
+        vars(engine)["forward"] = engine.module.__call__
 
 
 class ParameterOffload:
