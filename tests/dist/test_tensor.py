@@ -1,6 +1,7 @@
 """Tensor parallelism: unmodified models of transformers and own layers, cut over tp ranks, against one process."""
 
 import logging
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -722,6 +723,19 @@ class MegatronMlp(nn.Module):
         h = self.norm(x)
         h = self.down(torch.relu(self.up(h if self.group is None else Enter.apply(h, self.group))))
         return (x + (h if self.group is None else Leave.apply(h, self.group))).square().mean()
+
+
+@distributed(world_size=2)
+def test_an_unmodified_model_with_an_mpu() -> None:
+    """DeepSpeed's examples pass their groups beside autotp_size; the batch then counts replicas."""
+    whole = build("llama").model.layers[0].mlp.up_proj.weight.shape
+    answers = {"model_parallel_world_size": 2, "model_parallel_rank": dist.get_rank(), "data_parallel_rank": 0}
+    mpu = types.SimpleNamespace(**{f"get_{what}": lambda value=value: value for what, value in answers.items()})
+    config = settings(1, tensor_parallel={"autotp_size": 2}, train_batch_size=2, train_micro_batch_size_per_gpu=2)
+    engine = slipstream.initialize(model=build("llama"), config=config, mpu=mpu)[0]
+    assert engine.module.model.layers[0].mlp.up_proj.weight.shape == (whole[0] // 2, whole[1])
+    assert engine.plan.batch.accumulation == 1
+    engine.destroy()
 
 
 def continued(engine: Any, folder: Path) -> int | None:

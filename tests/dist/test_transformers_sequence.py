@@ -341,7 +341,7 @@ def test_deepspeeds_recipe() -> None:
 
     expected, _, weights = reference_of_two()
     model = build("llama")
-    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sequence_parallel_size=2, micro_batch_size=2)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, micro_batch_size=2, disable_in_eval=True)
     assert mpu is not None
     engine = slipstream.initialize(model=model, config=settings(1, gradient_accumulation_steps=2), mpu=mpu)[0]
     assert engine.mesh.sp.size == 2 and engine.mesh.batch.size == 1
@@ -357,7 +357,15 @@ def test_deepspeeds_recipe() -> None:
     assert losses == pytest.approx(expected, abs=3e-5)
     for name, value in engine.state_dict().items():
         torch.testing.assert_close(value, weights[name], atol=5e-4, rtol=0)
+    whole = {name: value[:, :11] for name, value in batch(rank).items()}  # this rank's own, which two ranks could not share
+    plain = build("llama").eval()
+    plain.load_state_dict(engine.state_dict())
+    engine.eval()
+    with torch.no_grad():
+        assert float(engine(**whole).loss) == pytest.approx(float(plain(**whole).loss), abs=3e-5)
+        assert engine.train()(**items).logits.shape[1] == LENGTH // 2
     engine.destroy()
+    assert not model.config._attn_implementation.startswith("slipstream")
     for mesh_param in ((1, 2), (2, 1)):
         engine = slipstream.initialize(model=build("llama"), config=settings(1), mesh_param=mesh_param)[0]
         assert (engine.mesh.batch.size, engine.mesh.sp.size) == mesh_param
@@ -435,7 +443,6 @@ def test_distributed_attention(batch_dim: int) -> None:
         ({"core_attn_implementation": "eager"}, r"'eager' cannot be shared \(eager builds whole masks\); use one of sdpa, flash"),
         ({"core_attn_implementation": "no_such"}, "'no_such' cannot be shared"),
         ({"core_attn_implementation": "flash_attention_2"}, "is 'flash_attention_2', but the model's attention is 'sdpa'"),
-        ({"disable_in_eval": True}, "disable_in_eval=True: the engine shares sequences in evaluation, too; drop it"),
         ({"seq_length_is_variable": False}, "seq_length_is_variable=False needs seq_length"),
         ({}, r"sequence_parallel_size \(2\) does not divide the number of ranks \(1\); use 1"),
     ],

@@ -93,6 +93,20 @@ def test_train_batch_size() -> None:
         plan = plan_of({"train_batch_size": train, "train_micro_batch_size_per_gpu": 2})
         assert (plan.batch.train_batch_size, plan.batch.accumulation) == (train, train // 4)
     assert plan.sources["gradient_accumulation_steps"].startswith("derived: train_batch_size /")
+    # as in DeepSpeed, each of the two ranks that share a sample counts it
+    shared = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}}
+    for sizes in (
+        {"train_batch_size": 16},
+        {"train_batch_size": 16, "gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": 2},
+    ):
+        plan = plan_of(shared | sizes, ranks=4)
+        assert (plan.batch.train_batch_size, plan.batch.accumulation) == (8, 2)
+    assert plan_of(shared | {"train_batch_size": 8, "gradient_accumulation_steps": 2}, ranks=4).batch == plan.batch
+    with pytest.raises(
+        ValueError, match=r"micro batch \(2\) x data and tensor parallel \(4\) = 8; use the nearest multiple, 8 or 16"
+    ):
+        plan_of(shared | {"train_batch_size": 12}, ranks=4)
 
 
 def test_train_micro_batch_size_per_gpu() -> None:
@@ -522,7 +536,7 @@ TRAINED = {key for key in HONORED if not key.startswith("autotuning.")}  # the o
 
 # Honored keys without a field of their own in the plan.
 CHECKED = {"data_parallel_size", "sequence_parallel_size", "pipeline.stages", "slipstream.unknown_keys"}
-CHECKED |= {"tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"}  # sizes of an axis, as the two above
+CHECKED |= {"tensor_parallel.tp.tp_size"}  # the size of an axis, as the two above
 OLDER = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param", "compile.disable"}
 # Blocks that the plan has as they are.
 BLOCKS = ("comms_logger", "compile", "flops_profiler", "hybrid_engine", "progressive_layer_drop", "sparse_attention")

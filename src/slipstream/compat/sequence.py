@@ -27,14 +27,14 @@ from slipstream.world.watch import Watch
 class SequenceGroups:
     """The process groups of sequence and data parallelism, as an mpu."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, disable_in_eval: bool = False) -> None:
         init_distributed(verbose=False)
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world % size:
             raise ValueError(
                 f"sequence_parallel_size ({size}) does not divide the number of ranks ({world}); use {nearest_divisor(world, size)}"
             )
-        self.mesh = build_mesh(sp=size)
+        self.mesh, self.disable_in_eval = build_mesh(sp=size), disable_in_eval
 
     get_sequence_parallel_group, get_data_parallel_group = getter("mesh.sp.group"), getter("mesh.batch.group")
     get_sequence_parallel_rank, get_data_parallel_rank = getter("mesh.sp.index"), getter("mesh.batch.index")
@@ -58,8 +58,10 @@ class UlyssesSPAttentionHF:
     ) -> SequenceGroups | None:
         """Return the groups, to be passed to `initialize(mpu=)`; None for size 1.
 
+        disable_in_eval   in evaluation, each rank's batches are its own, of whole sequences, as accelerate and `Trainer` ask for
+
         `micro_batch_size` and the lengths are ignored, because no buffer depends on them. Raises ValueError for an attention that
-        is not supported (eager) or not the model's, and for disable_in_eval, because sequences are also split in evaluation.
+        is not supported (eager) or not the model's.
         """
         if sequence_parallel_size == 1:
             return None
@@ -68,15 +70,13 @@ class UlyssesSPAttentionHF:
                 f"core_attn_implementation {core_attn_implementation!r} cannot be shared (eager builds whole masks); use one of "
                 f"{', '.join(SERVED)}"
             )
-        if disable_in_eval:
-            raise ValueError("disable_in_eval=True: the engine shares sequences in evaluation, too; drop it")
         if not seq_length_is_variable and seq_length is None and max_length is None:
             raise ValueError("seq_length_is_variable=False needs seq_length")
         config = getattr(model_name_or_path, "config", None)
         used = getattr(config, "_attn_implementation", None)
         if used is not None and used != core_attn_implementation:
             raise ValueError(f"core_attn_implementation is {core_attn_implementation!r}, but the model's attention is {used!r}")
-        return SequenceGroups(sequence_parallel_size)
+        return SequenceGroups(sequence_parallel_size, disable_in_eval)
 
 
 class UlyssesSPDataLoaderAdapter(SequenceShares):

@@ -105,6 +105,7 @@ class ModelFacts:
     optimizer_lr: float | None = None  # of an optimizer passed by the user
     brings_schedule: bool = False  # whether the user passes a schedule, so the config's is not built
     mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> size, from a pipeline module, an mpu or mesh_param
+    has_mpu: bool = False  # batch sizes count its data-parallel ranks
     ahead: bool = False  # a dry run: values that the training loop sets may be missing
 
 
@@ -165,6 +166,7 @@ class ExpertPlan:
 class TensorPlan:
     """How layers are sliced over the tp axis."""
 
+    size: int = key("tensor_parallel.autotp_size")  # below 2: not asked for here
     preset: str | None = key("tensor_parallel.preset_model")
     partition: Mapping[str, Any] | None = key("tensor_parallel.partition_config")  # parallel/slicing.py reads it
     vocab_head: bool = key("tensor_parallel.vocab_parallel_lm_head", read=bool)

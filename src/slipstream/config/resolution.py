@@ -322,7 +322,7 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
     if values["slipstream.elastic_batch"]:
         batch = elastic_triad(train, micro or values.facts.loader_batch_size, accumulation, ranks)
     else:
-        batch = triad(train, micro, accumulation, ranks)
+        batch = _counted(values, train, micro, accumulation, ranks)
     for path, given, formula in (
         ("train_batch_size", train, "micro batch x accumulation x data parallel"),
         ("train_micro_batch_size_per_gpu", micro, "train_batch_size / (accumulation x data parallel)"),
@@ -333,6 +333,15 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
     if accumulation is None and (train is None or micro is None):
         values.sources["gradient_accumulation_steps"] = "default"
     return values.section(BatchPlan, train_batch_size=batch.train, micro_batch_size=batch.micro, accumulation=batch.accumulation)
+
+
+def _counted(values: Values, train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Triad:
+    """The triad, with each sample counted once. Without an mpu, DeepSpeed counts it for each rank of `tensor_parallel`."""
+    sharing = max(values["tensor_parallel.autotp_size"], values["tensor_parallel.tp.tp_size"], 1)
+    if sharing == 1 or values.facts.has_mpu or train == (micro or 0) * (accumulation or 0) * ranks:
+        return triad(train, micro, accumulation, ranks)
+    batch = triad(train, micro, accumulation, ranks * sharing, "data and tensor parallel")
+    return batch._replace(train=batch.train // sharing)
 
 
 def _elastic_batch(values: Values, world: DataWorld, mesh: MeshPlan, ranks: int) -> BatchPlan:
@@ -389,8 +398,8 @@ class WorldError(ValueError):
         self.fits = fits
 
 
-def triad(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Triad:
-    """Compute the batch triad from one or more of its members (accumulation alone is not enough).
+def triad(train: int | None, micro: int | None, accumulation: int | None, ranks: int, kind: str = "data parallel") -> Triad:
+    """Compute the batch triad from one or more of its members (accumulation alone is not enough). kind: of the ranks, for errors.
 
     Raises ValueError without a size, WorldError if the members disagree or do not divide.
     """
@@ -404,16 +413,16 @@ def triad(train: int | None, micro: int | None, accumulation: int | None, ranks:
         return Triad(micro * accumulation * ranks, micro, accumulation)
     if micro is None:
         accumulation = accumulation or 1
-        _divides(train, "accumulation", accumulation, ranks)
+        _divides(train, "accumulation", accumulation, ranks, kind)
         return Triad(train, train // (accumulation * ranks), accumulation)
     if accumulation is None:
-        _divides(train, "micro batch", micro, ranks)
+        _divides(train, "micro batch", micro, ranks, kind)
         return Triad(train, micro, train // (micro * ranks))
     if train != micro * accumulation * ranks:
         fits, left = divmod(train, micro * accumulation)
         raise WorldError(
             f"{DEEPSPEEDS}train_batch_size ({train}) != micro batch ({micro}) x accumulation ({accumulation}) "
-            f"x data parallel ({ranks}) = {micro * accumulation * ranks}; drop one of the three to have it derived",
+            f"x {kind} ({ranks}) = {micro * accumulation * ranks}; drop one of the three to have it derived",
             fits=None if left else fits,
         )
     return Triad(train, micro, accumulation)
@@ -449,14 +458,14 @@ def elastic_triad(train: int | None, micro: int | None, accumulation: int | None
     )
 
 
-def _divides(train: int, name: str, factor: int, ranks: int) -> None:
+def _divides(train: int, name: str, factor: int, ranks: int, kind: str) -> None:
     unit = factor * ranks
     if train % unit:
         below, above = train // unit * unit, (train // unit + 1) * unit
         near = f"{below} or {above}" if below else f"{above}"
         raise WorldError(
             f"{DEEPSPEEDS}train_batch_size ({train}) is not a multiple of {name} ({factor}) "
-            f"x data parallel ({ranks}) = {unit}; use the nearest multiple, {near}, or slipstream.elastic_batch, with which some "
+            f"x {kind} ({ranks}) = {unit}; use the nearest multiple, {near}, or slipstream.elastic_batch, with which some "
             "ranks get one sample less",
             fits=next((fewer for fewer in range(ranks - 1, 0, -1) if train % (factor * fewer) == 0), None),
         )

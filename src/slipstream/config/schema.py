@@ -412,7 +412,9 @@ class Slipstream(Block):
 
 class Config(Block):
     train_batch_size: Count | None = honored(
-        None, "Samples per optimizer step over all ranks: micro-batch x accumulation x data-parallel ranks."
+        None,
+        "Samples per optimizer step over all ranks: micro-batch x accumulation x data-parallel ranks. With `tensor_parallel`, each "
+        "sample counts once for each rank that shares it, as in DeepSpeed, unless all three keys are set and agree without this.",
     )
     train_micro_batch_size_per_gpu: Count | None = honored(
         None, "Samples per forward on one rank; the batch size of the loader of `training_data`."

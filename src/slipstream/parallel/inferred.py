@@ -38,7 +38,7 @@ from slipstream.zero.wrap import repeated_blocks
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 1800.0  # seconds to wait for the other ranks in a forward
-_OWN = TensorPlan(preset=None, partition=None, vocab_head=False, shares_tokens=False, overlaps=False)
+_OWN = TensorPlan(size=0, preset=None, partition=None, vocab_head=False, shares_tokens=False, overlaps=False)
 _NUM_TOKENS = 12
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # tolerance, relative to the largest output
 _EXACT = 1e-4  # tolerance, relative to a row layer's largest output, in fp32

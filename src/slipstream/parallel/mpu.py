@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.world.mesh import Axis, Place, gather_objects
 from slipstream.zero.leaves import mark_part, parts_of
@@ -55,7 +55,7 @@ def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> MpuLayout:
 
 
 def places_of(mpu: Any) -> Mapping[int, Place] | None:
-    """The places of all ranks, in row-major order, by an mpu whose layers the user has sliced; None if it has no slices.
+    """The places of all ranks, in row-major order, by an mpu with slices of layers; None if it has none.
 
     Collective over the world if the mpu has model-parallel groups. Raises ValueError if the groups do not form a grid.
     """
@@ -83,10 +83,19 @@ def tensor_rank(mpu: Any) -> int:
     return rank
 
 
+def _has_mark(param: Tensor) -> bool:
+    return any(getattr(param, mark, False) for mark in MARKS)
+
+
+def is_marked(model: nn.Module) -> bool:
+    """Whether the user has sliced layers of the model. An mpu without such layers only says which ranks share a replica."""
+    return any(map(_has_mark, model.parameters()))
+
+
 def mark_marked(model: nn.Module, axis: Axis) -> None:
     """Mark the parameters that are parts by Megatron's attributes. Raises ValueError if they do not fit."""
     for name, param in model.named_parameters():
-        if any(getattr(param, mark, False) for mark in MARKS) and not parts_of(param):
+        if _has_mark(param) and not parts_of(param):
             dim = max(getattr(param, "partition_dim", 0), 0)  # -1: not set
             try:
                 mark_part(param, "tp", axis.size, dim)

@@ -17,7 +17,6 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +48,9 @@ class Sequences:
     def __init__(self, axis: Axis, is_ring: bool = False) -> None:
         self.axis, self.is_ring = axis, is_ring
         self.hooks: list[Any] = []  # they call `begin` and `end` around the model's forward
-        self.undo: list[Callable[[], None]] = []  # undo other changes of the model
+        self.changes: list[tuple[Any, str, Any, Any]] = []  # an object, its attribute, and the values without and with shares
+        self.modules: list[nn.Module] = []  # they refer to this object
+        self.in_eval = True  # share sequences in evaluation, too
         self.is_compared = False  # whether the ranks' batches have been compared
         self.spans: list[list[Span]] = []  # the tokens of each rank in the current forward
         self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it
@@ -66,11 +67,22 @@ class Sequences:
         for handle in self.hooks:
             handle.remove()
 
+    def change(self, owner: Any, name: str, value: Any) -> None:
+        self.changes.append((owner, name, getattr(owner, name), value))
+        setattr(owner, name, value)
+
+    def switch(self, shared: bool) -> None:
+        """Compute on shares of sequences, or, as without this class, on whole ones."""
+        for owner, name, own, ours in self.changes:
+            setattr(owner, name, ours if shared else own)
+
     def close(self) -> None:
         """Restore computation on whole sequences. Safe to call twice."""
         self.unhook()
-        while self.undo:
-            self.undo.pop()()
+        self.switch(False)
+        self.changes.clear()
+        for module in self.modules:
+            vars(module).pop(_HOLDER, None)
 
     def begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, compares: bool = True
@@ -218,19 +230,27 @@ def serve_sequences(model: nn.Module, axis: Axis, slices: Slices | None) -> Sequ
     if NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
     holder = Sequences(axis, is_ring)
-    for module in model.modules():
+    holder.modules = list(model.modules())
+    for module in holder.modules:
         vars(module)[_HOLDER] = holder
-        holder.undo.append(partial(vars(module).pop, _HOLDER, None))
-    configs = {id(each): each for each in (text, *(getattr(module, "config", None) for module in model.modules()))}
+    configs = {id(each): each for each in (text, *(getattr(module, "config", None) for module in holder.modules))}
     for each in (each for each in configs.values() if hasattr(each, "_attn_implementation")):
-        holder.undo.append(partial(setattr, each, "_attn_implementation", each._attn_implementation))
-        each._attn_implementation = NAME
+        holder.change(each, "_attn_implementation", NAME)
     _serve_loss(base, holder)
     holder.offset = _positions_of(base)
-    holder.hooks = [
-        model.register_forward_pre_hook(lambda _, args, kwargs: holder.begin(args, kwargs), with_kwargs=True),
-        model.register_forward_hook(lambda _, args, output: holder.end(output)),
-    ]
+
+    def begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not holder.in_eval:
+            holder.switch(model.training)
+        return holder.begin(args, kwargs) if model.training or holder.in_eval else None
+
+    def end(model: nn.Module, args: Any, output: Any) -> Any:
+        if model.training or holder.in_eval:
+            return holder.end(output)
+        holder.switch(True)
+        return output
+
+    holder.hooks = [model.register_forward_pre_hook(begin, with_kwargs=True), model.register_forward_hook(end)]
     return holder
 
 
@@ -245,8 +265,8 @@ def _serve_loss(model: Any, holder: Sequences) -> None:
     if kind in _LOSSES and any(
         "loss_function" in getattr(forward, "__code__", _serve_loss.__code__).co_names for forward in forwards
     ):
-        holder.shifts, model.loss_function = _LOSSES[kind], _Loss(holder, function.slices if is_sliced else None)
-        holder.undo.append(partial(setattr, model, "loss_function", function))
+        holder.shifts = _LOSSES[kind]
+        holder.change(model, "loss_function", _Loss(holder, function.slices if is_sliced else None))
     elif kind in _LOSSES and not _LOSSES[kind]:
         holder.shifts, holder.loss = False, _Loss(holder)
     else:

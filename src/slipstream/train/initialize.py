@@ -27,7 +27,7 @@ from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.parallel.huggingface import PipelinedDecoder
 from slipstream.parallel.module import PipelineModule
-from slipstream.parallel.mpu import layout_of, mark_marked, places_of
+from slipstream.parallel.mpu import is_marked, layout_of, mark_marked, places_of
 from slipstream.parallel.same_inputs import check_first_inputs
 from slipstream.parallel.slicing import has_own_cuts, has_slices, slice_model, wanted_size
 from slipstream.parallel.tensor import Slices
@@ -121,16 +121,19 @@ def initialize(
     )
     device = local_device()
     group, sizes = layout_of(mpu, mesh_param)
-    facts = _facts(model, device, optimizer, training_data, lr_scheduler, sizes)
+    facts = replace(_facts(model, device, optimizer, training_data, lr_scheduler, sizes), has_mpu=mpu is not None)
     plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
     check_alike(facts_of_plan(plan, model, device), group)  # the first exchange: a rank that refuses its config waits here
     places = places_of(mpu)
     with refused_together("its model", group):  # one rank alone may have nonfinite weights, for instance
         connect_changes = change_model(model, plan)
     mesh = _mesh(plan, model, group, places)
-    part = _part(model, mesh, is_users=places is not None)
+    is_users = places is not None and (is_marked(model) or not (plan.tensor.size > 1 or wanted_size(model)))
+    part = _part(model, mesh, is_users)
     check_alike_on(facts_of_model(model), mesh.world, part)
-    mesh, cut = _cut(model, plan, mesh, is_users=places is not None)
+    mesh, cut = _cut(model, plan, mesh, is_users)
+    if cut.sequences is not None:
+        cut.sequences.in_eval = not getattr(mpu, "disable_in_eval", False)
     model, model_parameters = _in_stages(model, plan, mesh, model_parameters, cut)
     plan = _recomputing(plan, model)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
