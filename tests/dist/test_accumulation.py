@@ -1,6 +1,7 @@
 """Accumulation windows: managed or not, synchronized or not, with an equal number of micro-batches on every rank."""
 
 import logging
+import math
 import time
 from typing import Any
 
@@ -219,6 +220,8 @@ def test_a_loop_that_steps_once_a_window_is_warned() -> None:
                 param.grad = grad
             idle.step()
             assert len(messages) == 1, "the script has set gradients"
+            norm = torch.stack([grad.float().norm() for grad in grads]).norm().item()
+            assert math.isclose(idle.global_grad_norm, norm, rel_tol=1e-3), "and the update uses them"
         idle.step()
         idle.step()
         assert len(messages) == 2, messages

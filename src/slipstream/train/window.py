@@ -87,6 +87,7 @@ def finish(states: States, alpha: float) -> None:
             check_writes(unit)
     hooks = states.hooks
     hooks.end_abandoned()
+    hooks.take_set()
     if hooks.landed is not None:
         refuse_unused(states, hooks.landed)
     if states.plan.zero.compares_weights:

@@ -515,6 +515,14 @@ class Hooks:
             self.landed.add((unit.index, i))
         unit.add_gradient(i, grad)
 
+    def take_set(self) -> None:
+        """Add the gradients that the script has set in `.grad` to the unreduced ones of whole units; others are leftovers."""
+        for unit in self.units:
+            if unit.memory.local is not None:
+                for i, param in enumerate(unit.params):
+                    if raw_grad(param) is not None:
+                        self._take_gradient(unit, i)
+
     def has_gradients(self) -> bool:
         """Whether a backward has written gradients since the last step, or the script has set a `.grad`."""
         units = [unit for unit in self.units if unit.trainable]
