@@ -12,6 +12,7 @@ from torch import nn
 
 from slipstream.compat import fragments, zero
 from slipstream.compat.engine import initialize
+from slipstream.compat.moe import MoE
 from slipstream.parallel import ColumnParallelLinear, RowParallelLinear
 from tests import toy
 from tests.dist.test_first_values import Peak, Wide
@@ -52,6 +53,19 @@ def test_a_sharded_model_trains_as_a_complete_one() -> None:
     assert state is None or (list(state) == list(whole) and all(torch.equal(state[name], whole[name]) for name in whole))
     ours.destroy()
     reference.destroy()
+
+
+@distributed(world_size=2)
+def test_saved_weights_are_whole() -> None:
+    """Also those of sliced layers, and of experts that another rank has."""
+    sliced = nn.Sequential(ColumnParallelLinear(8, 6), nn.GELU(), RowParallelLinear(6, 8))
+    experts = MoE(8, nn.Linear(8, 8), 4, ep_size=2)
+    for stage, model, block in ((1, sliced, {"mesh": {"tp": 2}}), (3, sliced, {"mesh": {"tp": 2}}), (2, experts, {})):
+        engine = initialize(model=copy.deepcopy(model), config=toy.settings(stage, slipstream=block))[0]
+        whole, state = engine.state_dict(), engine._consolidated_16bit_state_dict()
+        assert (state is None) == (dist.get_rank() > 0)
+        assert state is None or all(torch.equal(state[name], whole[name].to(state[name])) for name in model.state_dict())
+        engine.destroy()
 
 
 class Solo:

@@ -49,20 +49,20 @@ def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, A
 
     with engine.together("consolidated_state_dict"), torch.no_grad():
         for unit in engine.units:
-            flat = access.full_values(unit)
-            if first:
-                copies[unit] = dict(_copies(unit, flat, exclude_frozen))
-            del flat
+            for i, whole in _wholes(unit, exclude_frozen):
+                if first:
+                    copies.setdefault(unit, {})[i] = torch.empty(whole.shape, dtype=whole.dtype).copy_(whole)
         Ranks(engine.mesh.world.group).gather("the model's state_dict() failed", collect if first else lambda: None)
     return state if first else None
 
 
-def _copies(unit: Unit, flat: Tensor, exclude_frozen: bool) -> Iterator[tuple[int, Tensor]]:
+def _wholes(unit: Unit, exclude_frozen: bool) -> Iterator[tuple[int, Tensor]]:
+    """Yield the unit's parameters, by their number, with slices and experts joined. Collective."""
+    flat = access.full_values(unit)
     for i, (param, full, slot) in enumerate(zip(unit.params, unit.model_params, unit.layout.slots, strict=True)):
         is_scale = full is not param and not is_traceable_wrapper_subclass(full)  # the layer's state_dict() reads its scales
         if param.requires_grad or is_scale or not exclude_frozen:
-            copy = torch.empty(slot.shape, dtype=flat.dtype)
-            yield i, copy.copy_(flat[slot.offset : slot.offset + slot.numel].view(slot.shape))
+            yield i, access.whole_of(flat[slot.offset : slot.offset + slot.numel].view(slot.shape), unit, i)
 
 
 def _state_of(module: nn.Module, copies: Mapping[Unit, Mapping[int, Tensor]], exclude_frozen: bool) -> Iterator[tuple[str, Any]]:
