@@ -619,6 +619,9 @@ def test_a_partition_config() -> None:
     column = {"patterns": [r".*\.(gate|up)_proj\.weight$"], "partition_type": "column"}
     row = {"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"}
     compare("llama", 1, 2, blocks=specs(column, row, use_default_specs=False))
+    ends = {"patterns": [r".*lm_head\.weight$", r".*embed_tokens\.weight$", r".*(norm|mlp)\.weight$"], "partition_type": "row"}
+    compare("llama", 1, 2, blocks=specs(column, row, ends, use_default_specs=False))
+    compare("llama", 1, 2, blocks=specs({"patterns": [".*"], "partition_type": "skip"}, use_default_specs=False))
     fused = {"patterns": [".*c_attn.weight$"], "partition_type": "column", "shape": [[32, 32, 32], -1], "model_types": ["gpt2"]}
     gathered = {"patterns": [".*c_fc.weight$"], "partition_type": "column", "gather_output": True}
     kept = {"patterns": [".*mlp.c_proj.weight$"], "partition_type": "skip"}

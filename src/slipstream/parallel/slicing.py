@@ -241,30 +241,45 @@ def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None
 
 def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
     """The cut of each module or bare parameter, by name."""
-    rules, own = _rules_of(model, plan), _cuts_of_layers(model, plan)
+    rules, own, partition = _rules_of(model, plan), _cuts_of_layers(model, plan), _partition(plan.partition)
     if not own and not rules:
         raise ValueError(
             f"{type(model).__name__} has no plan for tensor parallelism; give one in tensor_parallel.partition_config "
             '({"layer_specs": [{"patterns": [".*q_proj.weight$"], "partition_type": "column"}, ...]}), or build it of '
             "slipstream.parallel.ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding"
         )
-    matched = False
-    for name, module in list(model.named_modules())[1:]:
+    modules = dict(model.named_modules())
+    matched = {spec.partition_type for spec in _own_specs(model, plan)} == {"skip"}  # the config keeps all layers whole
+    for name, module in list(modules.items())[1:]:
         if name in own:
             yield name, own[name]
             continue
         tensors = [name, *(f"{name}.{leaf}" for leaf in module._parameters if leaf not in ("weight", "bias"))]
         for path in tensors:
             cut = next((cut for match, cut in rules if match(path)), None)
-            if cut is not None and cut.kind != "skip":
+            if cut is not None and (fitting := _fitting(cut, path, modules.get(path), partition)) is not None:
                 matched |= cut is not _HEAD
-                yield path, cut
-    if _partition(plan.partition).strict_mode:
+                yield path, fitting
+    if partition.strict_mode:
         _refuse_unmatched(model, rules, own)
     if not own and not matched:
         raise ValueError(f"no pattern of tensor_parallel.partition_config fits a layer of {type(model).__name__}")
     if dist.get_rank() == 0 and not isinstance(model, PipelineModule):  # a pipeline's entries may match layers of other stages
         _warn_of_idle(model, plan)
+
+
+def _fitting(cut: Cut, name: str, module: nn.Module | None, partition: Partition) -> Cut | None:
+    """The cut of a module, or bare parameter, whose name a pattern fits; None: whole, as containers and norms are."""
+    if module is None or cut.kind not in ("column", "row"):
+        return None if cut.kind == "skip" else cut
+    if isinstance(module, nn.Embedding):
+        return Cut("vocab")  # its outputs are whole, as are those of DeepSpeed's hidden-parallel embedding
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or (weight.dim() != 2 and not _is_of_stack(module)):
+        return None
+    if cut.kind == "row" and name.endswith(tuple(partition.lm_head_patterns)):
+        return cut._replace(kind="column", whole=True)  # its inputs and outputs are whole, in both forms
+    return cut
 
 
 def _cuts_of_layers(model: nn.Module, plan: TensorPlan) -> dict[str, Cut]:
@@ -725,10 +740,8 @@ def _first(parent: nn.Module, config: Any, names: Sequence[str]) -> int:
 
 
 def _weight(name: str, layer: Any) -> nn.Parameter:
-    """A layer's matrix. Raises ValueError if it has none, or a quantized one."""
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
-        raise ValueError(f"{name!r} ({type(layer).__name__}) has no matrix to cut; keep it whole (partition_type skip)")
+    """A layer's matrix. Raises ValueError if it is quantized."""
+    weight: nn.Parameter = layer.weight
     if not weight.is_floating_point():
         raise ValueError(_QUANTIZED.format(f"{name}.weight"))
     return weight
