@@ -266,10 +266,10 @@ def test_a_token_that_is_not_used_goes_to_no_expert() -> None:
     torch.testing.assert_close(out[used.bool()], layer(x)[0][used.bool()])
 
 
-@pytest.mark.parametrize(("policy", "k"), [("Jitter", 1), ("Jitter", 2), ("RSample", 1)])
-def test_noise_of_a_gate_is_that_of_the_seed_and_the_step(policy: str, k: int) -> None:
+@pytest.mark.parametrize(("policy", "k"), [("Jitter", 1), ("Jitter", 2), ("RSample", 1), (None, 2)])
+def test_noise_of_a_gate_is_that_of_the_seed_and_the_step(policy: str | None, k: int) -> None:
     torch.manual_seed(0)
-    others = {"drop_tokens": False, "top2_2nd_expert_sampling": False}  # which draw, too
+    others = {"drop_tokens": False, "top2_2nd_expert_sampling": policy is None}  # which draw, too
     layer, x = deepspeed_moe.MoE(8, nn.Linear(8, 8), 8, k=k, noisy_gate_policy=policy, **others), torch.randn(64, 8)
 
     def steps(seed: int) -> list[tuple[Tensor, Tensor]]:

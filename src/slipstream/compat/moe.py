@@ -75,7 +75,7 @@ class TopKGate(nn.Module):
             used = None if used_token is None else used_token.reshape(-1)
             return gate.top1(logits, most, noisy=noisy, random_selection=self.use_rts, used=used)
         if self.k == 2:
-            return gate.top2(logits, most, sampled=self.top2_2nd_expert_sampling)
+            return gate.top2(logits, most, sampled=self.top2_2nd_expert_sampling and self.training)
         return gate.top_k(logits, self.k, most)
 
 
