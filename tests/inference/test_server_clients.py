@@ -259,6 +259,17 @@ def test_the_tokens_of_prompt_and_answer_are_returned(address: str) -> None:
         assert [token for part in parts for token in part.get("token_ids", ())] == [1, 2, 3, 4]
 
 
+def test_tokens_of_reasoning_are_counted(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTokenizer, "marks", {"<think>": 2, "</think>": 5})  # the fake says token 1, then 2, ...
+    with client(address) as ai:
+        ask: dict[str, Any] = {"model": "fake/model", "messages": [{"role": "user", "content": "think"}], "n": 2}
+        assert ai.chat.completions.create(**ask).usage.completion_tokens_details.reasoning_tokens == 4
+        *_, last = ai.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+        assert last.usage.completion_tokens_details.reasoning_tokens == 4
+        response = ai.responses.create(model="fake/model", input="think")
+        assert response.usage.output_tokens_details.reasoning_tokens == 2
+
+
 def test_offsets_are_places_in_the_text(address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of special tokens that the tokenizer puts before a prompt, and that the text of an answer leaves out."""
     monkeypatch.setattr(FakeTokenizer, "hidden", frozenset([66]))

@@ -277,6 +277,8 @@ class ChatFormat(ChoicesFormat):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.num_reasoned = 0  # tokens between the marks of reasoning, of all choices
+        self._reasons: dict[int, bool] = {}  # choice -> whether its next token is one of them
         self._thoughts: dict[int, Thoughts] = {}
         self._finders: dict[int, CallFinder] = {}
         self._texts: dict[int, str] = {}  # choice -> text of a call whose function is known only at its end
@@ -364,9 +366,21 @@ class ChatFormat(ChoicesFormat):
     def _think(self, part: Output) -> tuple[str, Output]:
         if self.thinking is None:
             return "", part
+        opening, closing = map(self.tokenizer.marks.get, self.thinking.marks)
+        reasons = self._reasons.get(part.index, self.thinking.begun)
+        for token in part.token_ids:
+            self.num_reasoned += reasons and token != closing
+            reasons = (reasons or token == opening) and token != closing
+        self._reasons[part.index] = reasons
         thoughts = self._thoughts.setdefault(part.index, Thoughts(*self.thinking))
         thought, text = thoughts.push(part.text, last=part.finish is not None)
         return thought, replace(part, text=text)
+
+    def _usage(self, usages: Mapping[int, Usage]) -> UsageBody:
+        usage = super()._usage(usages)
+        if self.thinking is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoned}
+        return usage
 
     def _finder(self, index: int) -> CallFinder:
         return self._finders.setdefault(index, CallFinder(self.allowed, self.max_calls, self.calls))

@@ -11,11 +11,16 @@ class TokenCounts(TypedDict):
     cached_tokens: int
 
 
+class ReasoningCounts(TypedDict):
+    reasoning_tokens: int
+
+
 class UsageBody(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: TokenCounts
+    completion_tokens_details: NotRequired[ReasoningCounts]  # of a model that reasons
 
 
 class CompletionLogprobs(TypedDict):

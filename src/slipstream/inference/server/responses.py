@@ -273,7 +273,7 @@ class ResponsesFormat(Format):
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens},
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},  # not counted separately
+                "output_tokens_details": {"reasoning_tokens": self.chat.num_reasoned},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             }
         )
