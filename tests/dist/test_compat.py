@@ -30,8 +30,10 @@ def test_a_sharded_model_trains_as_a_complete_one() -> None:
     with zero.Init():
         model = toy.seeded(toy.Lm, seed=rank)
         model.blocks[0].up.weight.data.mul_(2)
+        skipped = nn.Sequential(nn.utils.skip_init(nn.TransformerEncoderLayer, 4, 2, 8))
     weight = model.head.weight
     assert zero.is_held(weight) and weight.ds_tensor.numel() == weight.numel() // 2
+    assert all(param.ds_tensor.numel() * 2 == param.ds_numel for param in skipped.parameters())
     with zero.GatheredParameters({weight, *model.parameters()}, modifier_rank=1):  # a set: its order differs by rank
         if rank == 1:
             weight.data.fill_(0.25)

@@ -304,7 +304,7 @@ class Init:
     ) -> None:
         self.enabled, self.dtype = enabled, dtype
         self.group = mpu.get_data_parallel_group() if mpu is not None else data_parallel_group
-        self._fresh: dict[int, nn.Parameter] = {}  # built inside the context, not sharded yet
+        self._fresh: dict[int, tuple[nn.Module, set[str]]] = {}  # parameters built inside the context, not sharded yet
         self._stack = ExitStack()
         if enabled:
             init_distributed()
@@ -330,7 +330,7 @@ class Init:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if Init._open is self and kind is None:
-            self._hold_fresh(list(self._fresh.values()))
+            self._hold_fresh([module for module, _ in self._fresh.values()])
         self._stack.close()
 
     def _close(self) -> None:
@@ -338,17 +338,23 @@ class Init:
         self._fresh.clear()
 
     def _take_param(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and Init._open is self and not is_held(param):
-            self._fresh[id(param)] = param
+        if Init._open is self:
+            self._fresh.setdefault(id(module), (module, set()))[1].add(name)
 
     def _take_child(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
-            self._hold_fresh(list(child.parameters()))
+            self._hold_fresh(list(child.modules()))
 
-    def _hold_fresh(self, params: Iterable[nn.Parameter]) -> None:
-        for param in params:
-            if self._fresh.pop(id(param), None) is not None:
-                _hold(param, self.group)
+    def _hold_fresh(self, modules: Iterable[nn.Module]) -> None:
+        """Shard by name: `to_empty` replaces the parameters of a module that was built on meta (torch's `skip_init`)."""
+        for module in modules:
+            _, names = self._fresh.pop(id(module), (module, set()))
+            params = [param for name, param in module._parameters.items() if name in names and param is not None]
+            if any(param.is_meta for param in params):
+                self._fresh[id(module)] = module, names
+            for param in params:
+                if not is_zero_param(param):
+                    _hold(param, self.group)
 
 
 def shutdown_init_context() -> None:
