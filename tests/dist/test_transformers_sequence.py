@@ -236,18 +236,19 @@ def test_a_loader_of_shares() -> None:
     engine.destroy()
 
 
-def reference_of_two() -> tuple[list[float], None, dict[str, Tensor]]:
+def reference_of_two() -> tuple[list[float], list[float], dict[str, Tensor]]:
     model = build("llama")
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, weight_decay=0.0)
-    losses = []
+    losses: list[float] = []
+    norms: list[float] = []
     for step in range(STEPS):
         optimizer.zero_grad()
         each = [model(**batch(10 * step + rank), use_cache=False).loss for rank in range(2)]
         torch.stack(each).mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         losses += [float(loss.detach()) for loss in each]
-    return losses, None, dict(model.state_dict())
+    return losses, norms, dict(model.state_dict())
 
 
 ENCODERS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 48, "pad_token_id": 1}
@@ -339,7 +340,7 @@ def test_deepspeeds_recipe() -> None:
     """register_with_transformers, its mpu, the adapter, and the loss that the caller averages over ranks."""
     from slipstream.compat.sequence import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
-    expected, _, weights = reference_of_two()
+    expected, expected_norms, weights = reference_of_two()
     model = build("llama")
     mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, micro_batch_size=2, disable_in_eval=True)
     assert mpu is not None
@@ -350,10 +351,15 @@ def test_deepspeeds_recipe() -> None:
     losses = []
     for items in UlyssesSPDataLoaderAdapter(own, rank, group, size, "cpu"):
         outputs = engine(**items)
-        loss = engine.module.loss_function(outputs.logits, labels=None, shift_labels=items["shift_labels"], vocab_size=VOCAB)
-        engine.backward(loss)
+        targets = items["shift_labels"]
+        loss = engine.module.loss_function(outputs.logits, labels=None, shift_labels=targets, vocab_size=VOCAB)
+        dist.all_reduce(count := (targets != -100).sum())
+        weight = 2 * (targets != -100).sum() / count  # of this rank's loss in the mean that accelerate and `Trainer` take
+        engine.backward(loss * weight)
         engine.step()
         losses.append(float(loss.detach()))
+        if len(losses) % 2 == 0:
+            assert engine.global_grad_norm == pytest.approx(expected_norms[len(losses) // 2 - 1], rel=2e-4)
     assert losses == pytest.approx(expected, abs=3e-5)
     for name, value in engine.state_dict().items():
         torch.testing.assert_close(value, weights[name], atol=5e-4, rtol=0)

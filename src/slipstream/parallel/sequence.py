@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.parallel.exchange import Exchange, dual, even_shares, swap
+from slipstream.parallel.exchange import Exchange, dual, even_shares, leave, swap
 from slipstream.world.mesh import nearest_divisor
 
 
@@ -98,9 +98,10 @@ def sequence_mean(total: Tensor, count: Tensor, exchange: Exchange, divisor: Ten
     count    the number of this rank's counted tokens
     divisor  of the sum of all ranks' losses, instead of the number of their counted tokens
 
-    The engine averages gradients over data and sequence ranks, while this mean sums over sequence ranks, so the backward multiplies
-    by P. Without any counted token, the loss is 0.
+    The engine averages gradients over data and sequence ranks, while this mean sums over sequence ranks, so the backward sums the
+    gradients of all ranks' equal losses: DeepSpeed's recipe averages these losses, and weighs each by its rank's tokens. Without
+    any counted token, the loss is 0.
     """
     sums = exchange.sum(torch.stack([total.detach().double(), count.double()]))  # fp64: bf16 has no exact counts above 256
     tokens = sums[1].clamp(min=1) if divisor is None else divisor
-    return dual(total, lambda x: (sums[0] / tokens).to(x), lambda grad: (grad * (exchange.axis.size / tokens)).to(grad))
+    return dual(total, lambda x: (sums[0] / tokens).to(x), lambda grad: (leave(grad.double(), exchange) / tokens).to(grad))
