@@ -1,6 +1,7 @@
 """DeepSpeed's API on two ranks: models built in shards, gathered parameters, states of a rank's own part."""
 
 import copy
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,8 @@ def test_deepspeeds_assertions(tmp_path: Path) -> None:
     engine.save_checkpoint(str(tmp_path), tag=7)
     if engine.rank == 0:  # which has written all of it
         assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "latest", "zero_to_fp32.py"]
+        script = tmp_path / "zero_to_fp32.py"  # run as ./zero_to_fp32.py
+        assert os.access(script, os.X_OK) and script.read_text().startswith("#!/usr/bin/env python")
     engine.backward(engine.module.head.weight.square().sum() + engine(toy.tokens(engine.rank, 0)) * 0)
     engine.step()
     engine.backward(engine.module.embedding(toy.tokens(engine.rank, 0)).square().sum())

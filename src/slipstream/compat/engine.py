@@ -353,6 +353,7 @@ class DeepSpeedEngine(Engine):
         saved = super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
         if self.mesh.is_first and not (script := Path(save_dir, "zero_to_fp32.py")).exists():
             script.write_text(ZERO_TO_FP32)
+            script.chmod(script.stat().st_mode | 0o100)
         return saved
 
     def load_checkpoint(

@@ -24,7 +24,8 @@ from slipstream.zero.trees import map_tensors
 from slipstream.zero.unit import Unit
 
 # Beside `latest` in a folder of checkpoints
-ZERO_TO_FP32 = '''"""Write the weights of the checkpoint beside this file in fp32: python zero_to_fp32.py . OUTPUT_FOLDER"""
+ZERO_TO_FP32 = '''#!/usr/bin/env python3
+"""Write the weights of the checkpoint beside this file in fp32: python zero_to_fp32.py . OUTPUT_FOLDER"""
 
 import sys
 
