@@ -297,6 +297,9 @@ def test_tokens(address: str) -> None:
 
     assert ask("/tokenize", prompt="hé") == {"count": 3, "max_model_len": 4096, "tokens": [104, 195, 169], "token_strs": None}
     assert ask("/tokenize", messages=[USER], return_token_strs=True)["token_strs"] == list("<user>hi")
+    spaced = {"messages": [USER | {"content": "hi "}]}
+    assert [ask("/tokenize", **spaced, chat_template_kwargs={"trim": trim})["count"] for trim in (False, True)] == [9, 8]
+    assert ask("/tokenize", **spaced, chat_template_kwargs={"tools": 1})["error"]["param"] == "chat_template_kwargs.tools"
     assert ask("/detokenize", tokens=[104, 195, 169]) == {"prompt": "hé"}
     assert ask("/tokenize", prompt="a", messages=[USER])["error"]["param"] == "prompt"
     assert ask("/tokenize", model="other", prompt="a")["error"]["param"] == "model"

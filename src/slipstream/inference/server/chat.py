@@ -256,12 +256,8 @@ def _render(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:
     if request.continue_final_message:
         messages[-1]["content"] = _marked(messages[-1]["content"], mark)
     given, known = request.variables(), server.tokenizer.variables
-    if wrong_ones := given.keys() & {"messages", "tools", "add_generation_prompt"}:
-        field = f"chat_template_kwargs.{min(wrong_ones)}"
-        raise RequestError(f"{field}: it has a field of its own", param=field)
     starts = not request.continue_final_message and request.add_generation_prompt is not False
-    variables = {name: value for name, (_, value) in given.items() if name in known}
-    text = templated(server, messages, request.offered(), starts, variables)
+    text = templated(server, messages, request.offered(), starts, given)
     if request.continue_final_message:
         text, found, after = text.rpartition(mark[:-1])
         if not found:
@@ -277,9 +273,14 @@ def _render(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:
 
 
 def templated(
-    server: Serving, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], starts: bool, variables: Mapping[str, Any]
+    server: Serving, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], starts: bool, more: Mapping[str, tuple[str, Any]]
 ) -> str:
-    """The text of a chat; `starts`: including the beginning of an answer. Raises RequestError."""
+    """The text of a chat. `starts`: including the beginning of an answer; `more`: as `ChatRequest.variables`. Raises
+    RequestError."""
+    if wrong_ones := more.keys() & {"messages", "tools", "add_generation_prompt"}:
+        field = f"chat_template_kwargs.{min(wrong_ones)}"
+        raise RequestError(f"{field}: it has a field of its own", param=field)
+    variables = {name: value for name, (_, value) in more.items() if name in server.tokenizer.variables}
     dumped = [tool.model_dump(exclude_none=True) for tool in tools] or None
     try:
         return server.tokenizer.chat(messages, tools=dumped, add_generation_prompt=starts, **variables)

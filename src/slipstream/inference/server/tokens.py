@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from slipstream.inference.server.bodies import TextBody, TokensBody
 from slipstream.inference.server.chat import Message, Tool, templated
@@ -24,6 +24,7 @@ class TokenizeRequest(Fields):
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None  # only for a prompt; a chat's template writes them itself
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -43,7 +44,8 @@ def _tokenize(server: Serving, given: TokenizeRequest) -> TokensBody:
         text, special = given.prompt or "", given.add_special_tokens is not False
     else:
         messages = [message.for_template() for message in given.messages]
-        text = templated(server, messages, given.tools or (), given.add_generation_prompt is not False, {})
+        variables = {name: (name, value) for name, value in (given.chat_template_kwargs or {}).items()}
+        text = templated(server, messages, given.tools or (), given.add_generation_prompt is not False, variables)
         special = False
     try:
         ids = server.tokenizer.encode(text, special=special, max_tokens=MAX_TOKENS)
