@@ -211,7 +211,8 @@ def test_the_example_on_axes(axes: list[str], tmp_path: Path) -> None:
     text.mkdir()
     for i in range(40):
         (text / f"{i}.py").write_text("".join(f"def f{i}_{k}(x):\n    return x + {k}\n\n" for k in range(200)))
-    script = [str(ROOT / "examples" / "pretrain" / "train.py"), "--data", str(text), "--out", str(tmp_path / "out"), "--steps", "4"]
+    script = [str(ROOT / "examples" / "pretrain" / "train.py"), "--data", str(text), "--out", str(tmp_path / "out")]
+    script += ["--steps", "4", "--new-tokens", "4"]
     launch = [sys.executable, "-m", "slipstream", "run", "--nproc", "2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     first = subprocess.run([*launch, *script, *axes], capture_output=True, text=True, env=env, timeout=300, check=False)

@@ -58,7 +58,7 @@ def test_two_processes() -> None:
 
 
 @pytest.mark.slow
-@distributed(world_size=2)
+@distributed(world_size=2, timeout=240)
 def test_two_processes_of_other_families() -> None:
     sys.path.append(APART)
     check(tiny("Llama", **{**SIZES, "tie_word_embeddings": True}), "shared")
