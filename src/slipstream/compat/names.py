@@ -212,8 +212,12 @@ runtime.zero.stage_1_and_2 runtime.zero.stage3 runtime.utils: DeepSpeed's intern
     and engine.units show Slipstream's
 runtime.fp16.loss_scaler: loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings
 runtime.config: internals of DeepSpeed's config; DeepSpeedConfig has its values as attributes
-runtime.sequence_parallel.ulysses_sp sequence: internals of DeepSpeed's sequence parallelism; docs/PARALLELISM.md lists what is
-    supported
+runtime.sequence_parallel.ulysses_sp runtime.sequence_parallel sequence: internals of DeepSpeed's sequence parallelism;
+    docs/PARALLELISM.md lists what is supported
+sequence/vocab_parallel_cross_entropy sequence/VocabParallelCrossEntropyLoss sequence/VocabParallelCausalLMLoss
+    sequence/configure_vocab_parallel_loss sequence.cross_entropy: losses of logits that ranks share by vocabulary;
+    tensor_parallel.vocab_parallel_lm_head in the config computes the model's own loss so
+runtime.chunked_cross_entropy: a loss without fp32 copies of the logits; slipstream.ops.fused.cross_entropy is one
 runtime.fp16.onebit: internals of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself
 runtime.sparse_tensor runtime.engine/split_half_float_double_sparse sparse_allreduce() sparse_allreduce_bucket()
     sparse_allreduce_no_retain() sparse_all_gather(): DeepSpeed's reduction of sparse gradients; with "sparse_gradients": true in
@@ -238,6 +242,8 @@ ops.aio: DeepSpeed's handle for asynchronous file I/O; offload_optimizer and off
 inference/build_engine_from_ds_checkpoint inference.v2/build_engine_from_ds_checkpoint: DeepSpeed's flattened weights;
     build_hf_engine loads a Hugging Face folder
 inference: internals of DeepSpeed's serving engines; init_inference, build_hf_engine and `slipstream serve` serve models
+module_inject.layers module_inject.auto_tp module_inject.autotp_config module_inject.auto_ep module_inject.auto_ep_layer
+    runtime.tensor_parallel: DeepSpeed's AutoTP and AutoEP; the config's tensor_parallel and expert_parallel split unmodified models
 module_inject: DeepSpeed's kernel injection; init_inference(replace_with_kernel_inject=True) uses Slipstream's kernels
 elasticity: internals of DeepSpeed's elastic agent; use `slipstream run --elastic MIN:MAX`
 utils.zero_to_fp32: internals of DeepSpeed's checkpoint reader; get_fp32_state_dict_from_zero_checkpoint reads both formats
