@@ -65,6 +65,7 @@ def test_saved_weights_are_whole() -> None:
     experts = MoE(8, nn.Linear(8, 8), 4, ep_size=2)
     for stage, model, block in ((1, sliced, {"mesh": {"tp": 2}}), (3, sliced, {"mesh": {"tp": 2}}), (2, experts, {})):
         engine = initialize(model=copy.deepcopy(model), config=toy.settings(stage, slipstream=block))[0]
+        assert engine.autotp_size() == (0 if model is experts else 2)
         whole, state = engine.state_dict(), engine._consolidated_16bit_state_dict()
         assert (state is None) == (dist.get_rank() > 0)
         assert state is None or all(torch.equal(state[name], whole[name].to(state[name])) for name in model.state_dict())

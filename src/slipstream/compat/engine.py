@@ -320,6 +320,10 @@ class DeepSpeedEngine(Engine):
     get_sequence_parallel_rank = getter("mesh.sp.index")
     get_sequence_parallel_world_size = getter("mesh.sp.size")
 
+    def autotp_size(self) -> int:
+        """The number of tensor-parallel ranks, whoever asked for them; 0 without."""
+        return self.mesh.tp.size if self.mesh.tp.size > 1 else 0
+
     # -- weights and states --
 
     @contextmanager

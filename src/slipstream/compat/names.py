@@ -308,7 +308,7 @@ M - - sparse_gradients_enabled=sparse_gradients pld_enabled=progressive_layer_dr
 AM - - aio_config=aio{} data_efficiency_config=data_efficiency{}
 A - - pipeline=pipeline{}
 M - - checkpoint_serialization_enabled=checkpoint.checkpoint_serialization autotuning_enabled=autotuning.enabled
-    autotp_size=tensor_parallel.autotp_size is_deepcompile_enabled=compile.deepcompile
+    is_deepcompile_enabled=compile.deepcompile
 """
 
 
