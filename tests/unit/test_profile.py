@@ -259,6 +259,14 @@ def test_the_profiler_by_hand() -> None:
     assert profiler.get_total_flops() == 0 and not any(module._forward_hooks for module in model.modules())
 
 
+def test_products_with_a_vector_count() -> None:
+    class Vectors(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x[0] @ x[:, 0]
+
+    assert total(counted(Vectors(), torch.randn(4, 8))).forward == 2 * (4 * 8 + 4)
+
+
 def test_own_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Block-sparse attention by its tiles, on fake tensors as in a real step."""
     from slipstream.ops.block_sparse import BlockLayout, block_sparse_attention

@@ -89,6 +89,7 @@ def formulas() -> Mapping[Any, Formula]:
         **{getattr(_aten, f"_scaled_dot_product_{name}"): _attention_flops for name in _ATTENTION},
         **{getattr(_aten, f"_scaled_dot_product_{name}_backward"): _attention_backward_flops for name in _ATTENTION},
         **({_aten._grouped_mm: _grouped_flops} if hasattr(_aten, "_grouped_mm") else {}),
+        **{product: lambda a, *_, **__: 2 * a.numel() for product in (_aten.mv, _aten.dot)},
         ours.block_sparse_forward: forward,
         ours.block_sparse_backward: backward,
         grouped.grouped_rows._opoverload.overloadpacket: _grouped_flops,
