@@ -631,7 +631,6 @@ def test_the_optimizer_tells_its_loss_scale(deepspeed: Any) -> None:  # noqa: F8
     for factor in (1.0, INF, 1.0):
         engine.backward(engine(toy.tokens(0, 0)) * factor)
         engine.step()
-    now = optimizer.loss_scale_config
     assert (now.cur_iter, now.cur_scale, now.last_overflow_iter) == (3, 8.0, 1) and not optimizer.overflow
     optimizer.set_lr(0.0)
     norms = []

@@ -30,10 +30,12 @@ class LossScaleConfig:
         precision = handle.engine.precision
         scaler = precision.scaler
         moves = scaler.plan if scaler.dynamic else None
-        self._handle, self.cur_iter, self.use_grad_scaling = handle, handle.cur_iter, precision.scales
+        self._handle, self._scaler, self.use_grad_scaling = handle, scaler, precision.scales
         self.dynamic = self.dynamic_loss_scale = scaler.dynamic
-        self.last_overflow_iter = moves and handle.cur_iter - scaler.clean_steps - 1
         self.scale_factor, self.scale_window, self.min_loss_scale = moves and 2.0, moves and moves.window, moves and moves.minimum
+
+    cur_iter = property(attrgetter("_handle.cur_iter"))
+    last_overflow_iter = property(lambda self: self.cur_iter - self._scaler.clean_steps - 1 if self.dynamic else None)
 
     @property
     def cur_scale(self) -> float:
