@@ -890,6 +890,14 @@ def test_a_module_of_a_model_in_init_can_be_whole(deepspeed: Any) -> None:
     make(deepspeed, model=torch.nn.Sequential(model)).destroy()
 
 
+@pytest.mark.usefixtures("group")
+def test_init_does_not_shard_over_fewer_ranks_than_were_launched(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(RuntimeError, match="the launcher started 8 ranks"):
+        deepspeed.zero.Init()
+    assert deepspeed.zero.Init(data_parallel_group=torch.distributed.group.WORLD).enabled
+
+
 @pytest.mark.parametrize("mode", [True, False])
 def test_optimizers_are_those_that_have_kernels(deepspeed: Any, mode: bool) -> None:
     from slipstream.optim import rule_of

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -308,6 +309,12 @@ class Init:
         self._stack = ExitStack()
         if enabled:
             init_distributed()
+            launched = os.environ.get("WORLD_SIZE", "")
+            if self.group is None and launched.isdecimal() and int(launched) > 1 == _group_rank(None)[1]:
+                raise RuntimeError(
+                    f"zero.Init: the launcher started {launched} ranks (WORLD_SIZE), but the process group has 1, so each rank "
+                    "would hold the whole model; call deepspeed.init_distributed() first, or pass data_parallel_group="
+                )
             for param in module.parameters() if module is not None else ():
                 if not is_held(param):
                     _hold(param, self.group)
