@@ -675,6 +675,9 @@ def test_partition_configs_that_are_refused() -> None:
         with pytest.raises(ValueError, match=text):
             slipstream.initialize(model=model, config=settings(1, tensor_parallel={"autotp_size": 2} | block))
         assert [param.shape for param in model.parameters()] == shapes, text
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**ENCODERS["bert"]))
+    with pytest.raises(ValueError, match="BertForMaskedLM computes a loss of its own from whole logits"):
+        slipstream.initialize(model=bert, config=settings(1, tensor_parallel={"autotp_size": 2, "vocab_parallel_lm_head": True}))
     with pytest.raises(ValueError, match="Linear has no plan"):
         slipstream.initialize(model=nn.Linear(4, 4), config=settings(1, tensor_parallel={"autotp_size": 2}))
 

@@ -7,6 +7,7 @@ Parameters keep their identity, so optimizers that hold them remain valid.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import re
@@ -443,10 +444,17 @@ class _Slicing:
     # -- kinds --
 
     def _column(self, name: str, module: nn.Module, how: Cut) -> None:
-        gathers = how.whole and not (self.plan.vocab_head and self._is_head(name))
+        is_head = self._is_head(name)
+        gathers = how.whole and not (self.plan.vocab_head and is_head)
         self._linear(name, module, how, Column, 0, "lora_B", gathers=gathers)
-        if self._is_head(name) and not gathers and self.cut and hasattr(self.model, "loss_function"):
-            setattr(self.model, "loss_function", ShiftedLoss(self.slices))  # noqa: B010 (a property of transformers')
+        base: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # without PEFT's wrapper
+        if is_head and self.plan.vocab_head and not calls_loss_function(base):
+            raise ValueError(
+                f"tensor_parallel.vocab_parallel_lm_head: {type(base).__name__} computes a loss of its own from whole logits, not "
+                "by transformers' `self.loss_function`; drop the key"
+            )
+        if is_head and not gathers and self.cut and hasattr(base, "loss_function"):
+            base.loss_function = ShiftedLoss(self.slices)
 
     def _row(self, name: str, module: nn.Module, how: Cut) -> None:
         layer = self._linear(name, module, how, Row, 1, "lora_A", splits=how.whole)
@@ -810,6 +818,12 @@ def _around(module: nn.Module, slices: Slices) -> None:
 
     module.register_forward_pre_hook(pre, with_kwargs=True)
     module.register_forward_hook(_first_output(region.leave))
+
+
+def calls_loss_function(model: nn.Module) -> bool:
+    """Whether a forward of the model's class calls transformers' `self.loss_function`, which can be replaced."""
+    forwards = (inspect.unwrap(vars(each)["forward"]) for each in type(model).__mro__ if "forward" in vars(each))
+    return any("loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ()) for forward in forwards)
 
 
 class ShiftedLoss:

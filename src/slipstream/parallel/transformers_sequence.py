@@ -12,7 +12,6 @@ Positions decide the mask: where they restart, another packed sample begins. Pad
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 import sys
@@ -28,7 +27,7 @@ from slipstream.parallel.exchange import Exchange, LocalExchange, without_values
 from slipstream.parallel.ring import Mask, Span, deal_spans, ring_attention
 from slipstream.parallel.same_inputs import INPUTS, check_alike, checksum
 from slipstream.parallel.sequence import deal_heads, sequence_mean, ulysses_attention
-from slipstream.parallel.slicing import ShiftedLoss
+from slipstream.parallel.slicing import ShiftedLoss, calls_loss_function
 from slipstream.parallel.tensor import Slices, vocab_parallel_cross_entropy
 from slipstream.world.mesh import Axis, gather_objects
 from slipstream.zero.hooks import eager
@@ -261,10 +260,7 @@ def _serve_loss(model: Any, holder: Sequences) -> None:
         return
     is_sliced = isinstance(function, ShiftedLoss)
     kind = "ForCausalLMLoss" if is_sliced else getattr(function, "__name__", type(function).__name__)
-    forwards = (inspect.unwrap(vars(each)["forward"]) for each in type(model).__mro__ if "forward" in vars(each))
-    if kind in _LOSSES and any(
-        "loss_function" in getattr(forward, "__code__", _serve_loss.__code__).co_names for forward in forwards
-    ):
+    if kind in _LOSSES and calls_loss_function(model):
         holder.shifts = _LOSSES[kind]
         holder.change(model, "loss_function", _Loss(holder, function.slices if is_sliced else None))
     elif kind in _LOSSES and not _LOSSES[kind]:
