@@ -1055,6 +1055,7 @@ def test_hosts_for_scripts_that_launch(deepspeed: Any, tmp_path: Path) -> None:
         assert runner.parse_inclusion_exclusion(pool, inclusion, exclusion) == chosen
     with pytest.raises(ValueError, match="unknown host c"):
         runner.parse_inclusion_exclusion(pool, "c", "")
+    assert runner.main(["--autotuning", "all", "a.py"]) == 2  # GPT-NeoX's deepy.py passes the arguments
 
 
 def test_the_command_refuses_what_is_not_there() -> None:

@@ -124,12 +124,12 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
     return {host.name: list(host.devices) for host in chosen}
 
 
-def main() -> int:
-    """`deepspeed [flags] script.py [its arguments]`: runs `slipstream run`."""
+def main(args: Sequence[str] | None = None) -> int:
+    """`deepspeed [flags] script.py [its arguments]`: runs `slipstream run`. args: default: the command line's."""
     from slipstream.launch import cli
 
     try:
-        arguments = translate(sys.argv[1:])
+        arguments = translate(sys.argv[1:] if args is None else args)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
