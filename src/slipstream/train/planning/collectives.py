@@ -48,14 +48,11 @@ class Rate(NamedTuple):
 def _of_torch(numel: int, rank: int, world: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     whole, other = torch.zeros(numel, device=device), torch.empty(numel, device=device)
     shard = torch.zeros(numel // world, device=device)
-    is_staged = device.type == "cuda" and "nccl" not in str(dist.get_backend())  # gloo aborts on GPU memory
 
     def send_recv() -> None:
-        sent, received = (whole.cpu(), other.cpu()) if is_staged else (whole, other)
-        ways = [dist.P2POp(dist.isend, sent, (rank + 1) % world), dist.P2POp(dist.irecv, received, (rank - 1) % world)]
+        ways = [dist.P2POp(dist.isend, whole, (rank + 1) % world), dist.P2POp(dist.irecv, other, (rank - 1) % world)]
         for work in dist.batch_isend_irecv(ways):
             work.wait()
-        other.copy_(received)
 
     return {
         "all_reduce": lambda: dist.all_reduce(whole),
@@ -110,11 +107,13 @@ def _timed(operation: Callable[[], Any], seconds: float, device: torch.device) -
 def measure(sizes: Sequence[int], operations: Sequence[str], seconds: float) -> Iterator[Rate]:
     """Time each operation at each size (bytes; fp32) for about `seconds`. Collective over all ranks; equal on all of them.
 
-    Shared memory is measured if all ranks are on one host and the device is the CPU.
+    gloo is measured with tensors on the CPU, because it crashes on GPU memory, and then shared memory too, if all ranks are on one
+    host.
     """
     device, world, axis = local_device(), dist.get_world_size(), build_mesh().world
     numels = [max(1, nbytes // 4 // world) * world for nbytes in sizes]
     name = "nccl" if device.type == "cuda" and "nccl" in dist.get_backend() else str(dist.get_backend())
+    device = device if name == "nccl" else torch.device("cpu")
 
     def rate(transport: str, operation: str, numel: int, call: Callable[[], Any]) -> Rate:
         took, nbytes = _timed(call, seconds, device), numel * 4
