@@ -251,6 +251,20 @@ def test_times_of_forwards() -> None:
     assert len(times := engine.model_times()) == 4 and all(0 < each < 60_000 for each in times)
 
 
+class Doubled(nn.Module):  # torch.compile skips modules of torch.nn themselves
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_compile() -> None:
+    graphs: list[Any] = []
+    engine, x = init_inference(Doubled()), torch.randn(3, 8)
+    expected = engine(x)
+    assert not engine.is_compiled
+    engine.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward, compile_kwargs={"fullgraph": True})
+    assert engine.is_compiled and engine(x).equal(expected) and len(graphs) == 1
+
+
 @native
 def test_heads_that_the_kernels_do_not_have_are_named(caplog: pytest.LogCaptureFixture) -> None:
     model = made("BertModel", transformers.BertConfig, **{**SIZES, "num_attention_heads": 8})

@@ -76,8 +76,7 @@ class DeepSpeedInferenceConfig:
     """The options of `init_inference`, by DeepSpeed's names: from a dictionary or the path of a JSON file, and keywords.
 
     dtype: of weights and outputs; int8 packs the linear layers: of encoders with kernels all except the head's, of a split module
-    also
-        those that every rank holds whole. None: unchanged.
+        also those that every rank holds whole. None: unchanged.
     replace_with_kernel_inject: native kernels compute an encoder's forward, if outputs stay the same and the module is not split.
     injection_policy: {class of a block: names of its linear layers}, checked against the module. If the module is split and has no
         plan, these are the layers whose outputs are summed over the ranks (parallel/inferred.py).
@@ -241,6 +240,12 @@ class InferenceEngine(nn.Module):
         decoder, self._decoder = self._decoder, None
         if decoder is not None:
             decoder.close()
+
+    is_compiled = property(lambda self: self.module._compiled_call_impl is not None)
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """`torch.compile` of the module, in place."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Time every forward from now on (`model_times`). On a GPU this waits for the device, regardless of `use_cuda_events`."""
