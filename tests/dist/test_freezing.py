@@ -1,5 +1,6 @@
 """Frozen parameters: frozen from the start, and frozen or unfrozen between steps."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +80,23 @@ def test_frozen_units_have_no_gradients_and_no_state() -> None:
         engine.step()
         assert engine.optimizer_state("blocks.1.norm.weight").keys() == {"master"}
         engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_frozen_fp8_weights_keep_their_codes(transport: str, tmp_path: Path) -> None:
+    """Their scales are elsewhere in the model, so a cast would change the numbers that they stand for."""
+    codes = torch.arange(64, dtype=torch.uint8).reshape(8, 8)
+    for stage in (0, 2, 3):
+        for is_loaded in (False, True):
+            model = toy.seeded(toy.Net)
+            own = codes.clone() if dist.get_rank() == 0 and not is_loaded else torch.zeros_like(codes)
+            model.coded = torch.nn.Parameter(own.view(torch.float8_e4m3fn), requires_grad=False)
+            engine = toy.make(model, stage, transport, dtype="bf16")
+            if is_loaded:
+                engine.load_checkpoint(tmp_path, tag=str(stage))
+            engine(toy.floats(engine.rank, 0).bfloat16()).square().mean().backward()
+            engine.step()
+            engine.save_checkpoint(tmp_path, tag=str(stage))
+            whole = engine.state_dict()["coded"]
+            assert whole.dtype is torch.float8_e4m3fn and torch.equal(whole.view(torch.uint8), codes)
+            engine.destroy()

@@ -161,6 +161,10 @@ def test_init_distributed_takes_deepspeeds_keywords_and_no_others(monkeypatch: p
     assert port_with(RANK="0", WORLD_SIZE="2") == "1234"
     assert port_with(RANK="0", WORLD_SIZE="2", MASTER_PORT="99") == "99"
     assert port_with(**OPENMPI) is None, "auto_mpi_discovery=False"
+    monkeypatch.setattr(os, "environ", dict(OPENMPI))
+    with pytest.raises(ValueError, match="each of the 2 ranks would train alone"):
+        distributed.init_distributed(dist_init_required=False)
+    monkeypatch.setattr(os, "environ", {})
     assert distributed.init_distributed(dist_init_required=False) is False
     with pytest.raises(TypeError, match="timeot"):
         distributed.init_distributed(timeot=None)  # type: ignore[call-arg]

@@ -267,7 +267,7 @@ print_forward_breakdown(): times inside DeepSpeed's layers; flops_profiler has t
 is_first_weights_partition_group(): DeepSpeed's process groups; engine.mesh has the data axes
 dynamic_loss_scale_args(): the loss scaler's arguments as a dictionary; engine.plan.precision.loss_scale has them
 swap_tensor_config(): DeepSpeed's object for offload_param; engine.plan.offload has the devices of offloaded states
-get_optimizer_configuration(): DeepSpeed's choice of an optimizer class; use type(engine.optimizer) or optimizer_name()
+get_optimizer_configuration(): DeepSpeed's choice of an optimizer class; use type(engine.optimizer.optimizer) or optimizer_name()
 collect_python_gc(): control of Python's garbage collector; call gc.collect()
 """
 

@@ -107,7 +107,7 @@ def initialize(
     mpu               your own model parallelism, by Megatron's contract (parallel/mpu.py): `get_data_parallel_group()` holds the
                       ranks that share the states, `get_tensor_model_parallel_rank()` and the like place a rank in its replica
     distributed_port  port of the rendezvous, if the environment does not set it
-    dist_init_required  False: do not initialize a process group
+    dist_init_required  False: the process group exists, or this process trains alone
     config_params     an older name of `config`
     mesh_param        (data-parallel size, sequence-parallel size), as `sequence_parallel_size` in the config
 

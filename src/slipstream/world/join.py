@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -36,19 +37,21 @@ def init_distributed(
     or Kubernetes. Returns whether a group exists afterwards.
 
     The other keywords are DeepSpeed's: `auto_mpi_discovery=False` reads only torch's own variables (RANK, WORLD_SIZE),
-    `distributed_port` is the rendezvous port unless MASTER_PORT is set, `verbose` logs the result, `dist_init_required=False`
-    joins nothing. The default of `timeout` is DEEPSPEED_TIMEOUT minutes, or 30. `config` has no effect (in DeepSpeed it
-    configures the logging of collectives).
+    `distributed_port` is the rendezvous port unless MASTER_PORT is set, `verbose` logs the result. `dist_init_required=False`
+    joins nothing, and raises ValueError without a group if several ranks were started. The default of `timeout` is
+    DEEPSPEED_TIMEOUT minutes, or 30. `config` has no effect (in DeepSpeed it configures the logging of collectives).
     """
     atexit.unregister(_let_transfers_end)
     atexit.register(_let_transfers_end)
-    if dist.is_initialized() or dist_init_required is False:
-        return dist.is_initialized()
+    if dist.is_initialized():
+        return True
     from slipstream.world.discover import discover
 
     port = {} if distributed_port is None else {"MASTER_PORT": str(distributed_port)}
     from_environment = rank < 0 and (auto_mpi_discovery or "RANK" in os.environ)
     place = discover(port | dict(os.environ)) if from_environment else None
+    if dist_init_required is False:
+        return _alone(place)
     if rank < 0 and place is None:
         return False
     os.environ.update(port | dict(os.environ) if place is None else place)
@@ -62,6 +65,15 @@ def init_distributed(
     if verbose and dist.get_rank() == 0:
         logger.info("process group of %d ranks initialized, backend %s", dist.get_world_size(), dist.get_backend())
     return True
+
+
+def _alone(place: Mapping[str, str] | None) -> bool:
+    if place is not None and (ranks := int(place["WORLD_SIZE"])) > 1:
+        raise ValueError(
+            f"dist_init_required=False, but there is no process group, so each of the {ranks} ranks would train alone: create the "
+            "group first, or drop the argument"
+        )
+    return False
 
 
 def _let_transfers_end() -> None:

@@ -208,7 +208,9 @@ def named_leaves(model: nn.Module) -> Iterator[Leaf]:
     for name, whole in model.named_parameters():
         places, unknown = list(_places(whole)), cast(Any, whole)  # to mypy, no parameter is a wrapper
         if not is_traceable_wrapper_subclass(unknown):
-            yield Leaf(name, whole, whole, bool(places) or not whole.dtype.is_floating_point)
+            is_fp8 = whole.is_floating_point() and whole.itemsize == 1  # codes, with a scale elsewhere in the model
+            is_code = not whole.is_floating_point() or (is_fp8 and not whole.requires_grad)
+            yield Leaf(name, whole, whole, bool(places) or is_code)
         for place in places:
             yield Leaf(f"{name}.{place.suffix}", place.tensor, whole, True)
 
