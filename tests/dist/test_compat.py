@@ -328,7 +328,7 @@ def test_deepspeeds_assertions(tmp_path: Path) -> None:
             engine.save_checkpoint(str(tmp_path), tag=behind)
     engine.save_checkpoint(str(tmp_path), tag=7)
     if engine.rank == 0:  # which has written all of it
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "latest", "zero_to_fp32.py"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "latest", "zero_to_fp32.py", "zero_to_torch.py"]
         script = tmp_path / "zero_to_fp32.py"  # run as ./zero_to_fp32.py
         assert os.access(script, os.X_OK) and script.read_text().startswith("#!/usr/bin/env python")
     engine.backward(engine.module.head.weight.square().sum() + engine(toy.tokens(engine.rank, 0)) * 0)

@@ -499,6 +499,12 @@ def test_tied_weights_have_all_their_names(deepspeed: Any, tmp_path: Path) -> No
         parts |= torch.load(file)
     tied().load_state_dict(parts)
     assert parts["head.weight"].data_ptr() == parts["embedding.weight"].data_ptr()
+    zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "half", dtype="bfloat16")
+    half = torch.load(tmp_path / "half" / "pytorch_model.bin")
+    assert half["head.weight"].data_ptr() == half["embedding.weight"].data_ptr()
+    assert half.keys() == state.keys() and all(torch.equal(value, state[name].bfloat16()) for name, value in half.items())
+    with pytest.raises(ValueError, match=r"dtype='int8'.*bf16"):
+        zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "codes", dtype="int8")
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "safe", safe_serialization=True)
     safe = safetensors.torch.load_file(tmp_path / "safe" / "model.safetensors")
     assert safe.keys() == {name for name in state if not name.startswith(("head.weight", "blocks.2"))}
@@ -529,6 +535,11 @@ def test_a_folder_of_checkpoints_brings_its_own_converter(deepspeed: Any, tmp_pa
     found = torch.load(tmp_path / "out" / "pytorch_model.bin")
     assert found.keys() == expected.keys() - {"embedding.weight"}
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    monkeypatch.setattr(sys, "argv", ["zero_to_torch.py", ".", "half", "--dtype", "bf16"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path("zero_to_torch.py", run_name="__main__")
+    half = torch.load(tmp_path / "half" / "pytorch_model.bin")
+    assert half.keys() == expected.keys() and all(torch.equal(v, expected[name].bfloat16()) for name, v in half.items())
     folders = argparse.Namespace(input_folder=str(tmp_path / "a"), output_folder=str(tmp_path / "any_name"))
     assert importlib.import_module("deepspeed.checkpoint.ds_to_universal").main(folders) == 0
     assert (tmp_path / "latest_universal").read_text() == "any_name" and (tmp_path / "any_name" / "zero").is_dir()

@@ -32,7 +32,7 @@ from slipstream.compat.names import CONFIG_GETTERS, CONFIG_METHODS, MISSING_METH
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.timers import StepLines, Timer
 from slipstream.compat.utils import getter, logger
-from slipstream.compat.weights import ZERO_TO_FP32, consolidated, write_weights
+from slipstream.compat.weights import SCRIPTS, consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
 from slipstream.data.sampler import CurriculumLoader
@@ -355,9 +355,10 @@ class DeepSpeedEngine(Engine):
             with self.together("save_checkpoint"), _asserting(CheckpointError):
                 agree_on_tag(self.mesh.world.gather(name or ""), "Fail")
         saved = super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
-        if self.mesh.is_first and not (script := Path(save_dir, "zero_to_fp32.py")).exists():
-            script.write_text(ZERO_TO_FP32)
-            script.chmod(script.stat().st_mode | 0o100)
+        for name, text in SCRIPTS.items() if self.mesh.is_first else ():
+            if not (script := Path(save_dir, name)).exists():
+                script.write_text(text)
+                script.chmod(script.stat().st_mode | 0o100)
         return saved
 
     def load_checkpoint(

@@ -1,4 +1,4 @@
-"""The commands `deepspeed`, `ds_report` and `ds_elastic`, and `zero_to_fp32.py`, which is written beside each checkpoint."""
+"""The commands `deepspeed`, `ds_report` and `ds_elastic`, and the two scripts that are written beside each checkpoint."""
 
 from __future__ import annotations
 
@@ -164,13 +164,15 @@ def elastic() -> int:
     return 0
 
 
-def zero_to_fp32() -> int:
-    """Write a checkpoint's weights in fp32. `slipstream convert` writes a Hugging Face folder."""
-    from slipstream.compat.weights import convert_zero_checkpoint_to_fp32_state_dict
+def zero_to_fp32(name: str = "zero_to_fp32.py") -> int:
+    """Write a checkpoint's weights, in fp32 unless the script takes --dtype. `slipstream convert` writes a Hugging Face folder."""
+    from slipstream.compat.weights import OUTPUT_DTYPES, convert_zero_checkpoint_to_state_dict
 
-    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description=zero_to_fp32.__doc__)
+    parser = argparse.ArgumentParser(prog=name, description=zero_to_fp32.__doc__)
     parser.add_argument("checkpoint_dir", help="the folder that contains `latest`")
     parser.add_argument("output_dir", help="the folder for pytorch_model.bin or model.safetensors")
+    if name == "zero_to_torch.py":
+        parser.add_argument("--dtype", required=True, choices=sorted(OUTPUT_DTYPES), help="of the weights")
     parser.add_argument("--max_shard_size", default="5GB", help="the largest size of a file; default: 5GB")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
@@ -180,8 +182,13 @@ def zero_to_fp32() -> int:
     if arguments.pop("debug"):
         logging.basicConfig(level=logging.DEBUG)
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(**arguments)
+        convert_zero_checkpoint_to_state_dict(**arguments)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return 0
+
+
+def zero_to_torch() -> int:
+    """`zero_to_fp32` with `--dtype`."""
+    return zero_to_fp32("zero_to_torch.py")

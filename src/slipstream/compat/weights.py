@@ -24,15 +24,20 @@ from slipstream.zero.trees import map_tensors
 from slipstream.zero.unit import Unit
 
 # Beside `latest` in a folder of checkpoints
-ZERO_TO_FP32 = '''#!/usr/bin/env python3
-"""Write the weights of the checkpoint beside this file in fp32: python zero_to_fp32.py . OUTPUT_FOLDER"""
+SCRIPTS = {
+    f"{name}.py": f'''#!/usr/bin/env python3
+"""Write the weights of the checkpoint beside this file: python {name}.py . OUTPUT_FOLDER"""
 
 import sys
 
-from slipstream.compat.launcher import zero_to_fp32
+from slipstream.compat.launcher import {name}
 
-sys.exit(zero_to_fp32())
+sys.exit({name}())
 '''
+    for name in ("zero_to_fp32", "zero_to_torch")
+}
+OUTPUT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+OUTPUT_DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in OUTPUT_DTYPES.values()}
 
 
 def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, Any] | None:
@@ -139,17 +144,23 @@ def _fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(
+def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
+    dtype: str | torch.dtype = torch.float32,
     max_shard_size: int | str | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write a checkpoint's weights into `output_dir`: pytorch_model.bin or model.safetensors, or files of at most `max_shard_size`
-    (None: unlimited) with an index."""
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    (None: unlimited) with an index. dtype: of the floating-point tensors; a torch dtype or its name, such as "bf16"."""
+    target = OUTPUT_DTYPES.get(str(dtype).removeprefix("torch."))
+    if target is None:
+        raise ValueError(f"convert_zero_checkpoint_to_state_dict(dtype={dtype!r}): use one of {', '.join(OUTPUT_DTYPES)}")
+    full = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    cast = {id(tensor): tensor.to(target) if tensor.is_floating_point() else tensor for tensor in full.values()}  # ties stay
+    state = {name: cast[id(tensor)] for name, tensor in full.items()}
     once = _once(state)
     sizes = {name: state[name].nbytes for name in once.values()}
     limit = sum(sizes.values()) + 1 if max_shard_size is None else pretrained.num_bytes(max_shard_size)
@@ -165,6 +176,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if len(named) > 1:
         index = pretrained.index_of({name: file for file, names in named.items() for name in names}, sum(sizes.values()))
         replace_file(folder / "pytorch_model.bin.index.json", lambda path: path.write_text(index, "utf-8"))
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], *args: Any, **kwargs: Any
+) -> None:
+    """`convert_zero_checkpoint_to_state_dict` in fp32, with the same arguments except `dtype`."""
+    convert_zero_checkpoint_to_state_dict(checkpoint_dir, output_dir, torch.float32, *args, **kwargs)
 
 
 def write_weights(state: Mapping[str, Any], path: Path) -> None:
