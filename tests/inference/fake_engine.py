@@ -85,7 +85,7 @@ class Handle:
         self.endless = False
         self.params = params
         self.prompt = bytes(prompt).decode(errors="replace")
-        self.num_prompt = len(prompt)
+        self.prompt_ids = prompt
         self.left = {index: self.says(index) for index in range(n)}
         self.num_sent = Counter[int]()
 
@@ -252,7 +252,7 @@ class FakeEngine:
         handle.num_sent[index] += 1
         self.generated += 1
         token, tokens = handle.num_sent[index], handle.left[index]
-        usage = Usage(handle.num_prompt, 3, token)
+        usage = Usage(len(handle.prompt_ids), 3, token)
         if "explode" in handle.prompt and token == 3:
             del handle.left[index]
             handle.sink(Output(index, "", finish=Finish.ERROR, usage=usage, error="the sampler met a NaN"))
@@ -278,7 +278,7 @@ class FakeEngine:
         scored: tuple[Logprob | None, ...] | None = None
         if token == 1 and (num := handle.params.prompt_logprobs) is not None:
             top = tuple((97 + i, -1.0 - i) for i in range(num))
-            scored = (None, *(Logprob(one, -2.0, top) for one in handle.prompt.encode()[1:]))
+            scored = (None, *(Logprob(one, -2.0, top) for one in handle.prompt_ids[1:]))
         handle.sink(Output(index, text, (token,), logprobs, finish, usage if finish else None, None, scored))
 
 

@@ -239,6 +239,12 @@ def test_prompts_are_scored(address: str) -> None:
     # 4,000 tokens x 128 choices x 21 entries would be gigabytes of objects on the event loop
     error = post(address, COMPLETIONS, prompt="a" * 4000, n=128, prompt_logprobs=20).error
     assert error["param"] == "prompt_logprobs" and "10,752,000 entries" in error["message"]
+    for path, copies, fields in (
+        (COMPLETIONS, 64, {"prompt": ["a" * 4000] * 2, "n": 32}),
+        (CHAT, 64, {"messages": [USER | {"content": "a" * 4000}], "n": 64, "stream": True}),
+    ):
+        error = post(address, path, return_token_ids=True, **fields).error
+        assert error["param"] == "return_token_ids" and f"{copies * (4006 if path == CHAT else 4000):,} entries" in error["message"]
 
 
 def test_the_tokens_of_prompt_and_answer_are_returned(address: str) -> None:
@@ -259,21 +265,40 @@ def test_the_tokens_of_prompt_and_answer_are_returned(address: str) -> None:
         assert [token for part in parts for token in part.get("token_ids", ())] == [1, 2, 3, 4]
 
 
-def test_tokens_of_reasoning_are_counted(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeTokenizer, "marks", {"<think>": 2, "</think>": 5})  # the fake says token 1, then 2, ...
+@pytest.mark.parametrize(
+    ("content", "marks", "num"),
+    [
+        ("think", {"<think>": 2, "</think>": 5}, 2),
+        ("think", {"<think>": 3, "</think>": 5}, 0),  # after a visible token
+        ("ponder", {"</think>": 4}, 3),  # the prompt has the first mark
+        ("ponder", {"<think>": 4, "</think>": 3}, 2),  # the model reasons once
+        ("think", {"</think>": 5}, None),
+        ("ponder", {}, None),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(
+    address: str, monkeypatch: pytest.MonkeyPatch, content: str, marks: dict[str, int], num: int | None
+) -> None:
+    """If each mark that is to come is one token. The fake says token 1, which is hidden, then 2, ..."""
+    monkeypatch.setattr(FakeTokenizer, "marks", marks)
+    monkeypatch.setattr(FakeTokenizer, "hidden", frozenset([1]))
     with client(address) as ai:
-        ask: dict[str, Any] = {"model": "fake/model", "messages": [{"role": "user", "content": "think"}], "n": 2}
-        assert ai.chat.completions.create(**ask).usage.completion_tokens_details.reasoning_tokens == 4
+        ask: dict[str, Any] = {"model": "fake/model", "messages": [{"role": "user", "content": content}], "n": 2}
         *_, last = ai.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
-        assert last.usage.completion_tokens_details.reasoning_tokens == 4
-        response = ai.responses.create(model="fake/model", input="think")
-        assert response.usage.output_tokens_details.reasoning_tokens == 2
+        for answer in (last, ai.chat.completions.create(**ask)):
+            details = answer.usage.completion_tokens_details
+            assert (details and details.reasoning_tokens) == (None if num is None else 2 * num)
+        response = ai.responses.create(model="fake/model", input=content)
+        assert response.usage.output_tokens_details.reasoning_tokens == (num or 0)
 
 
 def test_offsets_are_places_in_the_text(address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of special tokens that the tokenizer puts before a prompt, and that the text of an answer leaves out."""
-    monkeypatch.setattr(FakeTokenizer, "hidden", frozenset([66]))
+    """Of a prompt that ends within a character, and of special tokens that the tokenizer puts before a prompt, and that the text of
+    an answer leaves out."""
     ask = {"logprobs": 0, "max_tokens": 3}
+    [choice] = json.loads(post(address, COMPLETIONS, **ask, prompt=[104, 0xC3], echo=True).body)["choices"]
+    assert choice["text"].startswith("h\ufffd") and choice["logprobs"]["text_offset"][:2] == [0, 1]
+    monkeypatch.setattr(FakeTokenizer, "hidden", frozenset([66]))
     [choice] = json.loads(post(address, COMPLETIONS, **ask).body)["choices"]
     assert (choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]) == (["B", "C", "D"], [0, 0, 1])
     monkeypatch.setattr(FakeTokenizer, "encode", lambda *_, **__: [60, 62, 104, 105])
@@ -291,7 +316,7 @@ def test_the_best_of_several(address: str) -> None:
         assert choice["text"].startswith(prompt) and "".join(choice["logprobs"]["tokens"][:2]) == prompt
 
 
-def test_tokens(address: str) -> None:
+def test_tokens(address: str, engine: FakeEngine) -> None:
     def ask(path: str, **fields: Any) -> Any:
         return json.loads(call(address, "POST", path, json.dumps(fields)).body)
 
@@ -300,6 +325,12 @@ def test_tokens(address: str) -> None:
     spaced = {"messages": [USER | {"content": "hi "}]}
     assert [ask("/tokenize", **spaced, chat_template_kwargs={"trim": trim})["count"] for trim in (False, True)] == [9, 8]
     assert ask("/tokenize", **spaced, chat_template_kwargs={"tools": 1})["error"]["param"] == "chat_template_kwargs.tools"
+    for fields in (spaced, {"prompt": "a"}):
+        unread = json.dumps({**fields, "chat_template_kwargs": {"b": 1}})
+        assert call(address, "POST", "/tokenize", unread).headers["x-slipstream-ignored"] == "chat_template_kwargs.b"
+    with serving(engine, strict_fields=True) as strict:
+        error = call(strict, "POST", "/tokenize", unread).error
+    assert (error["param"], error["code"]) == ("chat_template_kwargs.b", "unsupported_parameter")
     assert ask("/detokenize", tokens=[104, 195, 169]) == {"prompt": "hé"}
     assert ask("/tokenize", prompt="a", messages=[USER])["error"]["param"] == "prompt"
     assert ask("/tokenize", model="other", prompt="a")["error"]["param"] == "model"

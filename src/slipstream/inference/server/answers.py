@@ -153,21 +153,27 @@ class ChoicesFormat(Format):
         }
 
     def _scores(self, part: Output, prompt: Sequence[int]) -> dict[str, Any]:
-        """What the response says about a prompt: its tokens; for each, token id -> log-probability, for it and the likeliest."""
-        listed: list[dict[str, PromptLogprob] | None] = []
-        for entry in part.prompt_logprobs or ():
-            ranks = {} if entry is None else {token: (value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
-            if entry is not None:
-                ranks.setdefault(entry.token_id, (entry.logprob, None))  # type: ignore[arg-type]
-            named = {
-                str(token): PromptLogprob(
-                    logprob=_finite(value), rank=rank, decoded_token=self.tokenizer.token_bytes(token).decode("utf-8", "replace")
-                )
-                for token, (value, rank) in ranks.items()
-            }
-            listed.append(named or None)
-        ids = {"prompt_token_ids": [*prompt]} if self.request.return_token_ids else {}
-        return ids | ({"prompt_logprobs": listed} if self.request.prompt_logprobs is not None else {})
+        """What the response says about a prompt: its tokens, and their log-probabilities."""
+        scores: dict[str, Any] = {"prompt_token_ids": [*prompt]} if self.request.return_token_ids else {}
+        if self.request.prompt_logprobs is not None:
+            scores["prompt_logprobs"] = [None if entry is None else self._ranked(entry) for entry in part.prompt_logprobs or ()]
+        return scores
+
+    def _ranked(self, entry: Logprob) -> dict[str, PromptLogprob]:
+        """Token id -> log-probability, for the likeliest tokens and the prompt's own."""
+        ranks: dict[int, tuple[float, int | None]] = {token: (value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
+        ranks.setdefault(entry.token_id, (entry.logprob, None))
+        return {
+            str(token): PromptLogprob(
+                logprob=_finite(value), rank=rank, decoded_token=self.tokenizer.token_bytes(token).decode("utf-8", "replace")
+            )
+            for token, (value, rank) in ranks.items()
+        }
+
+    def _written(self, token: int) -> bytes:
+        """The bytes that a token adds to an answer's text."""
+        hides = self.request.skip_special_tokens is not False and token in self.tokenizer.hidden
+        return b"" if hides else self.tokenizer.token_bytes(token)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -226,16 +232,14 @@ class CompletionFormat(ChoicesFormat):
         if self.echo and part.prompt_logprobs is not None:
             prompt = self.prompts[part.index // self.kept]
             scored = [*zip(prompt, part.prompt_logprobs, strict=True), *scored]
-            written = decoder.decode(b"".join(map(self.tokenizer.token_bytes, prompt)))
-            decoder.reset()
+            written = decoder.decode(b"".join(map(self.tokenizer.token_bytes, prompt)), True)
             offset = len(self._repeated(part.index)) - len(written)  # negative if encoding puts a token or a space before the text
         for place, (token, entry) in enumerate(scored):
             body["tokens"].append(self._name(token))
             body["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
             body["top_logprobs"].append(None if entry is None else self._top(entry))
             body["text_offset"].append(max(offset, 0))
-            if place < len(prompt) or self.request.skip_special_tokens is False or token not in self.tokenizer.hidden:
-                offset += len(decoder.decode(self.tokenizer.token_bytes(token)))
+            offset += len(decoder.decode(self.tokenizer.token_bytes(token) if place < len(prompt) else self._written(token)))
         self._offsets[part.index] = offset
         return body
 
@@ -277,8 +281,10 @@ class ChatFormat(ChoicesFormat):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.num_reasoned = 0  # tokens between the marks of reasoning, of all choices
-        self._reasons: dict[int, bool] = {}  # choice -> whether its next token is one of them
+        self.num_reasoned = 0  # tokens between the marks of reasoning, of all choices, if each mark is one token
+        thinking, marks = self.thinking, self.tokenizer.marks
+        self._counts = thinking is not None and all(mark in marks for mark in thinking.marks[thinking.begun :])
+        self._reasons: dict[int, bool | None] = {}  # choice -> whether its next token is one of them; None: no text yet
         self._thoughts: dict[int, Thoughts] = {}
         self._finders: dict[int, CallFinder] = {}
         self._texts: dict[int, str] = {}  # choice -> text of a call whose function is known only at its end
@@ -366,19 +372,27 @@ class ChatFormat(ChoicesFormat):
     def _think(self, part: Output) -> tuple[str, Output]:
         if self.thinking is None:
             return "", part
-        opening, closing = map(self.tokenizer.marks.get, self.thinking.marks)
-        reasons = self._reasons.get(part.index, self.thinking.begun)
-        for token in part.token_ids:
-            self.num_reasoned += reasons and token != closing
-            reasons = (reasons or token == opening) and token != closing
-        self._reasons[part.index] = reasons
+        if self._counts:
+            self._count(part, self.thinking)
         thoughts = self._thoughts.setdefault(part.index, Thoughts(*self.thinking))
         thought, text = thoughts.push(part.text, last=part.finish is not None)
         return thought, replace(part, text=text)
 
+    def _count(self, part: Output, thinking: Thinking) -> None:
+        """Count tokens of reasoning, which is where `Thoughts` finds it: at the beginning, once."""
+        opening, closing = map(self.tokenizer.marks.get, thinking.marks)
+        reasons = self._reasons.get(part.index, thinking.begun or None)
+        for token in part.token_ids:
+            if reasons:
+                reasons = token != closing
+                self.num_reasoned += reasons
+            elif reasons is None and (token == opening or self._written(token).strip()):
+                reasons = token == opening
+        self._reasons[part.index] = reasons
+
     def _usage(self, usages: Mapping[int, Usage]) -> UsageBody:
         usage = super()._usage(usages)
-        if self.thinking is not None:
+        if self._counts:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoned}
         return usage
 

@@ -14,7 +14,7 @@ from slipstream.inference.server.calls import CallForm, form_of
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import Constraints, Lark, dumps, structured
 from slipstream.inference.server.requests import MAX_MESSAGES, NOT_SERVED, Empty, Fields, Never, SampledFields, explained, wrong
-from slipstream.inference.server.state import Caller, Prepared, Serving
+from slipstream.inference.server.state import Caller, Prepared, Serving, check_entries
 from slipstream.inference.text import MARKS, Tokenizer
 
 
@@ -221,6 +221,8 @@ def prepare(server: Serving, request: ChatRequest, caller: Caller) -> Prepared:
     server.check_number(1, request.n or 1)
     text, unread = _render(server, request)
     prompt = server.encode(text, "messages", special=False)
+    if request.return_token_ids and request.stream:
+        check_entries(len(prompt) * (request.n or 1), "return_token_ids")
     requested = next((limit for limit in (request.max_completion_tokens, request.max_tokens) if limit and limit > 0), None)
     thinking = _thinking(server.tokenizer, text)
     constraints, free = _constraints(server, request, thinking)
@@ -255,9 +257,8 @@ def _render(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:
     mark = f"{uuid.uuid4().hex} "  # where the final message ends
     if request.continue_final_message:
         messages[-1]["content"] = _marked(messages[-1]["content"], mark)
-    given, known = request.variables(), server.tokenizer.variables
     starts = not request.continue_final_message and request.add_generation_prompt is not False
-    text = templated(server, messages, request.offered(), starts, given)
+    text, unread = templated(server, messages, request.offered(), starts, request.variables())
     if request.continue_final_message:
         text, found, after = text.rpartition(mark[:-1])
         if not found:
@@ -268,24 +269,25 @@ def _render(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:
         message = f'the chat template of {server.engine.model_name} ignores tools, so tool_choice "auto" would never call one; '
         message += 'set tool_choice to "required" or to a function, which forces a call with the function\'s schema'
         raise RequestError(message, param="tools", code="unsupported_parameter")
-    read = {field for name, (field, _) in given.items() if name in known}  # reasoning_effort none sets two of which one is enough
-    return text, sorted({field for field, _ in given.values()} - read)
+    return text, unread
 
 
 def templated(
     server: Serving, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], starts: bool, more: Mapping[str, tuple[str, Any]]
-) -> str:
-    """The text of a chat. `starts`: including the beginning of an answer; `more`: as `ChatRequest.variables`. Raises
-    RequestError."""
+) -> tuple[str, list[str]]:
+    """The text of a chat, and the fields whose variable the template does not read. `starts`: including the beginning of an answer;
+    `more`: as `ChatRequest.variables`. Raises RequestError."""
     if wrong_ones := more.keys() & {"messages", "tools", "add_generation_prompt"}:
         field = f"chat_template_kwargs.{min(wrong_ones)}"
         raise RequestError(f"{field}: it has a field of its own", param=field)
     variables = {name: value for name, (_, value) in more.items() if name in server.tokenizer.variables}
+    read = {more[name][0] for name in variables}  # reasoning_effort none sets two of which one is enough
     dumped = [tool.model_dump(exclude_none=True) for tool in tools] or None
     try:
-        return server.tokenizer.chat(messages, tools=dumped, add_generation_prompt=starts, **variables)
+        text = server.tokenizer.chat(messages, tools=dumped, add_generation_prompt=starts, **variables)
     except (ValueError, RecursionError) as error:
         raise RequestError(str(error), param="messages") from None
+    return text, sorted({field for field, _ in more.values()} - read)
 
 
 def _marked(content: Any, mark: str) -> Any:

@@ -10,7 +10,7 @@ from slipstream.inference.server.answers import CompletionFormat
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import structured
 from slipstream.inference.server.requests import MAX_SEQUENCES, NOT_SERVED, SampledFields, TokenId, explained, wrong
-from slipstream.inference.server.state import Caller, Prepared, Serving
+from slipstream.inference.server.state import Caller, Prepared, Serving, check_entries
 
 
 class CompletionRequest(SampledFields):
@@ -44,17 +44,20 @@ class CompletionRequest(SampledFields):
 
 def prepare(server: Serving, request: CompletionRequest, caller: Caller) -> Prepared:
     """Raises RequestError."""
-    width = max(request.n or 1, request.best_of or 1)
+    kept = request.n or 1
+    width = max(kept, request.best_of or 1)
     server.check_number(len(request.prompts()), width)
     prompts = [server.encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in request.prompts()]
     if not all(prompts):
         raise RequestError("a prompt has no tokens", param="prompt")
+    if request.return_token_ids:
+        check_entries(sum(map(len, prompts)) * kept, "return_token_ids")
     requested = None if request.max_tokens == -1 else request.max_tokens
     default = server.engine.max_context if request.max_tokens == -1 else 16  # OpenAI's default
     scores = request.logprobs if request.echo and request.prompt_logprobs is None else request.prompt_logprobs
     params = request.model_copy(update={"prompt_logprobs": scores}).sampling(
         max_tokens=server.max_tokens(prompts, requested, default, "prompt"),
-        logprobs=request.logprobs if width == (request.n or 1) else request.logprobs or 0,  # they rank the best of several
+        logprobs=request.logprobs if width == kept else request.logprobs or 0,  # they rank the best of several
         **structured(request.structured())._asdict(),
     )
     form = CompletionFormat(
@@ -66,6 +69,6 @@ def prepare(server: Serving, request: CompletionRequest, caller: Caller) -> Prep
         prompts=prompts,
         echo=request.prompts() if request.echo else (),
         silent=request.max_tokens == 0,
-        kept=request.n or 1,
+        kept=kept,
     )
     return server.prepared(request, prompts, params, form, caller, n=width, constraint=next(iter(request.structured()), ""))

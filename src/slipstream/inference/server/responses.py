@@ -20,7 +20,7 @@ from slipstream.inference.server.answers import ChatFormat, Format, event
 from slipstream.inference.server.chat import ChatRequest
 from slipstream.inference.server.chat import prepare as prepare_chat
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, Seconds, refused, without_effect
+from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, Seconds, refused
 from slipstream.inference.server.state import Caller, Prepared, Serving
 
 _CHAT = {  # a chat request's field -> the field here
@@ -118,8 +118,7 @@ class ResponsesRequest(Fields):
 
 def prepare(server: Serving, request: ResponsesRequest, caller: Caller) -> Prepared:
     """Raises RequestError."""
-    own = {*without_effect(request), *request.hosted()}
-    server.front.refuse(sorted(own), without_effect(request))
+    own = server.front.ignored(request, request.hosted())
     try:
         chat = ChatRequest.model_validate(request.chat())
     except ValidationError as error:

@@ -23,25 +23,32 @@ from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Unread, Work
 from slipstream.inference.server.metrics import ModelFigures, Traffic
 from slipstream.inference.server.prepare import Bodies, Body, Result
-from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, RequestT, SampledFields, parse, shown, without_effect
+from slipstream.inference.server.requests import (
+    LABELS,
+    MAX_SEQUENCES,
+    Fields,
+    RequestT,
+    SampledFields,
+    parse,
+    shown,
+    without_effect,
+)
 from slipstream.inference.server.router import Served
 from slipstream.inference.text import Tokenizer, TooLongError
 
 logger = logging.getLogger(__name__)
 
 MAX_HEADER = 1000  # characters of the field names in a response's header
-MAX_SCORES = 200_000  # entries of one response; 8,192 tokens with 20 alternatives each are 172,032
+MAX_ENTRIES = 200_000  # about the prompts' tokens, in one response; 8,192 tokens with 20 alternatives each are 172,032
 MAX_LOGGED = 1000  # fields without effect that are logged, each once
 
 
-def check_scores(num: int) -> None:
-    """Raise RequestError for too many log-probabilities of prompts: each is an object of the response, repeated per choice."""
-    if num > MAX_SCORES:
-        message = f"the log-probabilities of the prompts' tokens are {num:,} entries, at most {MAX_SCORES:,} are served"
-        raise RequestError(
-            f"{message}; send shorter or fewer prompts, a lower prompt_logprobs (logprobs with echo), or n=1",
-            param="prompt_logprobs",
-        )
+def check_entries(num: int, param: str) -> None:
+    """Raise RequestError if `param` adds too many entries about the prompts' tokens to a response, which has them per choice."""
+    if num > MAX_ENTRIES:
+        message = f"{param}: the response would have {num:,} entries about the prompts' tokens, at most {MAX_ENTRIES:,} are served"
+        remedy = "send shorter or fewer prompts, or a lower n, prompt_logprobs or (with echo) logprobs"
+        raise RequestError(f"{message}; {remedy}", param=param)
 
 
 class Caller(NamedTuple):
@@ -110,16 +117,17 @@ class Front:
         engine, prepared = await self.receive(request, make)
         return Answer(self, engine, prepared, request.state.arrived)
 
-    async def respond(self, request: Request, kind: type[RequestT], compute: Callable[[Serving, RequestT], Any]) -> Response:
-        """Receive the body and respond with `compute`'s result. Only unknown fields and labels have no effect. Raises as
-        `refuse`."""
+    async def respond(
+        self, request: Request, kind: type[RequestT], compute: Callable[[Serving, RequestT], tuple[Any, Sequence[str]]]
+    ) -> Response:
+        """Receive the body and respond with what `compute` returns, beside known fields without effect. Raises as `ignored`."""
 
         def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
             given = server.parsed(kind, body)
-            return JSON(compute(server, given)), without_effect(given)
+            result, unread = compute(server, given)
+            return JSON(result), self.ignored(given, unread)
 
         response, ignored = await self.receive(request, make)
-        self.refuse(ignored, ignored)
         response.raw_headers += self.headers(ignored)
         return response
 
@@ -127,10 +135,9 @@ class Front:
         self, request: Request, prepare: Callable[[Serving, bytes], tuple[RequestT, Callable[[], Response]]]
     ) -> Response:
         """Receive the body. `prepare` turns it into the request and a function that makes the response. That function may take long
-        and runs in a thread that no body needs. Raises RequestError as `refuse` does, and if the engine fails."""
+        and runs in a thread that no body needs. Raises RequestError as `ignored` does, and if the engine fails."""
         async with self.received(request, prepare) as (given, make):
-            ignored = without_effect(given)
-            self.refuse(ignored, ignored)
+            ignored = self.ignored(given)
             try:
                 async with self.in_time():
                     response = await self.bodies.compute(make, request.state.tenant)
@@ -183,12 +190,15 @@ class Front:
             if body.size > drained:
                 break
 
-    def refuse(self, names: Sequence[str], unknown: Sequence[str]) -> None:
-        """With `strict_fields`, raise RequestError for a field without effect. It is unknown if it is in `unknown` and no label."""
+    def ignored(self, request: Fields, more: Iterable[str] = ()) -> list[str]:
+        """The fields without effect; `more` are known ones. With `strict_fields`, raises RequestError if there are any."""
+        unknown = without_effect(request)
+        names = sorted({*more, *unknown})
         if self.strict_fields and names:
             label = names[0] not in unknown or names[0] in LABELS
             message = f"{shown(names[0])}: " + ("this OpenAI field is not supported; leave it out" if label else "unknown field")
             raise RequestError(message, param=shown(names[0]), code="unsupported_parameter" if label else "unknown_parameter")
+        return names
 
     def headers(self, ignored: Sequence[str]) -> list[tuple[bytes, bytes]]:
         """The response header that names the fields without effect; each is also logged once."""
@@ -219,11 +229,10 @@ class Serving:
         constraint: str,
         ignored: Sequence[str] = (),
     ) -> Prepared:
-        """`constraint`: the field that constrains the output, if any. Raises RequestError as `refuse` does."""
-        names = sorted({*ignored, *without_effect(request)})
-        self.front.refuse(names, without_effect(request))
+        """`constraint`: the field that constrains the output, if any. Raises RequestError as `Front.ignored` does."""
+        names = self.front.ignored(request, ignored)
         if params.prompt_logprobs is not None:
-            check_scores(sum(map(len, prompts)) * n * (1 + params.prompt_logprobs))
+            check_entries(sum(map(len, prompts)) * n * (1 + params.prompt_logprobs), "prompt_logprobs")
         names += ["priority"] if request.priority and not caller.prioritizes else []
         work = Work(
             prompts=prompts,

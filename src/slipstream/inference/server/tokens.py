@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
@@ -39,13 +40,14 @@ class DetokenizeRequest(Fields):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
 
 
-def _tokenize(server: Serving, given: TokenizeRequest) -> TokensBody:
+def _tokenize(server: Serving, given: TokenizeRequest) -> tuple[TokensBody, Sequence[str]]:
+    variables = {name: (f"chat_template_kwargs.{name}", value) for name, value in (given.chat_template_kwargs or {}).items()}
     if given.messages is None:
+        unread = [field for field, _ in variables.values()]
         text, special = given.prompt or "", given.add_special_tokens is not False
     else:
         messages = [message.for_template() for message in given.messages]
-        variables = {name: (name, value) for name, value in (given.chat_template_kwargs or {}).items()}
-        text = templated(server, messages, given.tools or (), given.add_generation_prompt is not False, variables)
+        text, unread = templated(server, messages, given.tools or (), given.add_generation_prompt is not False, variables)
         special = False
     try:
         ids = server.tokenizer.encode(text, special=special, max_tokens=MAX_TOKENS)
@@ -54,14 +56,14 @@ def _tokenize(server: Serving, given: TokenizeRequest) -> TokensBody:
         raise RequestError(f"the text has more than {MAX_TOKENS:,} tokens; send it in parts", param=param) from None
     named = given.return_token_strs
     texts = [server.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids] if named else None
-    return {"count": len(ids), "max_model_len": server.engine.max_context, "tokens": ids, "token_strs": texts}
+    return {"count": len(ids), "max_model_len": server.engine.max_context, "tokens": ids, "token_strs": texts}, unread
 
 
-def _detokenize(server: Serving, given: DetokenizeRequest) -> TextBody:
+def _detokenize(server: Serving, given: DetokenizeRequest) -> tuple[TextBody, Sequence[str]]:
     size = server.tokenizer.vocab_size
     if (unknown := next((token for token in given.tokens if token >= size), None)) is not None:
         raise RequestError(f"token {unknown} is not in the vocabulary, whose last is {size - 1}", param="tokens")
-    return {"prompt": server.tokenizer.decode(given.tokens, skip_special=False)}
+    return {"prompt": server.tokenizer.decode(given.tokens, skip_special=False)}, ()
 
 
 tokenize = partial(Front.respond, kind=TokenizeRequest, compute=_tokenize)
