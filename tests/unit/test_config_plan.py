@@ -18,7 +18,7 @@ from slipstream.config import DataWorld, ModelFacts, Plan, describe, for_inferen
 from slipstream.config import plan as plans
 from slipstream.config.keys import Fate, of_fate
 from slipstream.config.plan import json_keys, plan_values, sentences
-from slipstream.config.resolution import AUTO, triad
+from slipstream.config.resolution import AUTO, WorldError, triad
 from slipstream.optim import resolve_optimizer
 from slipstream.parallel.schedule import simulate
 from slipstream.train import compiled, rehearse
@@ -103,10 +103,18 @@ def test_train_batch_size() -> None:
         plan = plan_of(shared | sizes, ranks=4)
         assert (plan.batch.train_batch_size, plan.batch.accumulation) == (8, 2)
     assert plan_of(shared | {"train_batch_size": 8, "gradient_accumulation_steps": 2}, ranks=4).batch == plan.batch
+    assert plan_of(shared | {"train_batch_size": 16, "slipstream": {"elastic_batch": True}}, ranks=4).batch.train_batch_size == 8
+    for stated, accumulation in ((False, 2), (True, 4)):  # the sizes of tp_model_init, and of an mpu
+        facts = dataclasses.replace(FACTS, mesh={"tp": 2}, has_tensor_ranks=stated)
+        plan = plan_of({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, ranks=4, facts=facts)
+        assert plan.batch.accumulation == accumulation
     with pytest.raises(
-        ValueError, match=r"micro batch \(2\) x data and tensor parallel \(4\) = 8; use the nearest multiple, 8 or 16"
-    ):
+        WorldError, match=r"\(6\) is not a multiple of micro batch \(2\) .*\(12\) counts a sample for each of 2"
+    ) as found:
         plan_of(shared | {"train_batch_size": 12}, ranks=4)
+    assert found.value.fits == 2  # ranks of the job, not replicas
+    with pytest.raises(WorldError, match=r"\(7\) counts a sample for each of 2 ranks.*; use 8$"):
+        plan_of(shared | {"train_batch_size": 7}, ranks=4)
 
 
 def test_train_micro_batch_size_per_gpu() -> None:

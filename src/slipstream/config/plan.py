@@ -105,7 +105,7 @@ class ModelFacts:
     optimizer_lr: float | None = None  # of an optimizer passed by the user
     brings_schedule: bool = False  # whether the user passes a schedule, so the config's is not built
     mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> size, from a pipeline module, an mpu or mesh_param
-    has_mpu: bool = False  # batch sizes count its data-parallel ranks
+    has_tensor_ranks: bool = False  # whether an mpu or a pipeline's topology states the tp axis
     ahead: bool = False  # a dry run: values that the training loop sets may be missing
 
 

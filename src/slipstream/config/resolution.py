@@ -310,8 +310,9 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
     stated = values["data_parallel_size"]
     if stated is not None and stated != ranks:
         raise WorldError(
-            f"data_parallel_size is {stated}, but the batch is split over {ranks} ranks; drop the key, or start {stated} processes",
-            fits=stated,
+            f"data_parallel_size is {stated}, but the batch is split over {ranks} ranks; drop the key, or start "
+            f"{stated * mesh.model_size} processes",
+            fits=stated * mesh.model_size,
         )
     if values["elasticity.enabled"]:
         return _elastic_batch(values, world, mesh, ranks)
@@ -319,10 +320,7 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
     micro = values["train_micro_batch_size_per_gpu"]
     if train is None and micro is None:
         micro = _default_micro_batch(values)
-    if values["slipstream.elastic_batch"]:
-        batch = elastic_triad(train, micro or values.facts.loader_batch_size, accumulation, ranks)
-    else:
-        batch = _counted(values, train, micro, accumulation, ranks)
+    batch = _split(values, train, micro, accumulation, ranks, mesh)
     for path, given, formula in (
         ("train_batch_size", train, "micro batch x accumulation x data parallel"),
         ("train_micro_batch_size_per_gpu", micro, "train_batch_size / (accumulation x data parallel)"),
@@ -335,13 +333,27 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
     return values.section(BatchPlan, train_batch_size=batch.train, micro_batch_size=batch.micro, accumulation=batch.accumulation)
 
 
-def _counted(values: Values, train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Triad:
-    """The triad, with each sample counted once. Without an mpu, DeepSpeed counts it for each rank of `tensor_parallel`."""
-    sharing = max(values["tensor_parallel.autotp_size"], values["tensor_parallel.tp.tp_size"], 1)
-    if sharing == 1 or values.facts.has_mpu or train == (micro or 0) * (accumulation or 0) * ranks:
+def _split(values: Values, given: int | None, micro: int | None, accumulation: int | None, ranks: int, mesh: MeshPlan) -> Triad:
+    """The triad, with each sample counted once.
+
+    DeepSpeed's data-parallel ranks, by which it divides `train_batch_size`, include those of `tensor_parallel` and `tp_model_init`,
+    but not those of an mpu or of a pipeline's topology.
+    """
+    keys = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")
+    times = 1 if values.facts.has_tensor_ranks else max(1, values.facts.mesh.get("tp", 1), *(values[path] for path in keys))
+    if given == (micro or 0) * (accumulation or 0) * ranks:
+        times = 1  # all three are set, and agree as they are
+    counts = f"train_batch_size ({given}) counts a sample for each of {times} ranks of tensor_parallel"
+    if given is not None and given % times:
+        raise WorldError(f"{DEEPSPEEDS}{counts}, so it is a multiple of {times}; use {-(-given // times) * times}")
+    train = None if given is None else given // times
+    try:
+        if values["slipstream.elastic_batch"]:
+            return elastic_triad(train, micro or values.facts.loader_batch_size, accumulation, ranks)
         return triad(train, micro, accumulation, ranks)
-    batch = triad(train, micro, accumulation, ranks * sharing, "data and tensor parallel")
-    return batch._replace(train=batch.train // sharing)
+    except WorldError as error:
+        fits = error.fits and error.fits * mesh.model_size
+        raise WorldError(str(error) if train == given else f"{error} ({counts})", fits) from None
 
 
 def _elastic_batch(values: Values, world: DataWorld, mesh: MeshPlan, ranks: int) -> BatchPlan:
@@ -391,15 +403,15 @@ DEEPSPEEDS = "Check batch related parameters: "  # DeepSpeed's message begins wi
 
 
 class WorldError(ValueError):
-    """Batch sizes do not fit the number of data-parallel ranks. `fits`: a number of ranks that they fit, if there is one."""
+    """Batch sizes do not fit the number of data-parallel ranks. `fits`: a number of ranks that they fit, if one is known."""
 
-    def __init__(self, message: str, fits: int | None) -> None:
+    def __init__(self, message: str, fits: int | None = None) -> None:
         super().__init__(message)
         self.fits = fits
 
 
-def triad(train: int | None, micro: int | None, accumulation: int | None, ranks: int, kind: str = "data parallel") -> Triad:
-    """Compute the batch triad from one or more of its members (accumulation alone is not enough). kind: of the ranks, for errors.
+def triad(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Triad:
+    """Compute the batch triad from one or more of its members (accumulation alone is not enough).
 
     Raises ValueError without a size, WorldError if the members disagree or do not divide.
     """
@@ -413,16 +425,16 @@ def triad(train: int | None, micro: int | None, accumulation: int | None, ranks:
         return Triad(micro * accumulation * ranks, micro, accumulation)
     if micro is None:
         accumulation = accumulation or 1
-        _divides(train, "accumulation", accumulation, ranks, kind)
+        _divides(train, "accumulation", accumulation, ranks)
         return Triad(train, train // (accumulation * ranks), accumulation)
     if accumulation is None:
-        _divides(train, "micro batch", micro, ranks, kind)
+        _divides(train, "micro batch", micro, ranks)
         return Triad(train, micro, train // (micro * ranks))
     if train != micro * accumulation * ranks:
         fits, left = divmod(train, micro * accumulation)
         raise WorldError(
             f"{DEEPSPEEDS}train_batch_size ({train}) != micro batch ({micro}) x accumulation ({accumulation}) "
-            f"x {kind} ({ranks}) = {micro * accumulation * ranks}; drop one of the three to have it derived",
+            f"x data parallel ({ranks}) = {micro * accumulation * ranks}; drop one of the three to have it derived",
             fits=None if left else fits,
         )
     return Triad(train, micro, accumulation)
@@ -458,14 +470,14 @@ def elastic_triad(train: int | None, micro: int | None, accumulation: int | None
     )
 
 
-def _divides(train: int, name: str, factor: int, ranks: int, kind: str) -> None:
+def _divides(train: int, name: str, factor: int, ranks: int) -> None:
     unit = factor * ranks
     if train % unit:
         below, above = train // unit * unit, (train // unit + 1) * unit
         near = f"{below} or {above}" if below else f"{above}"
         raise WorldError(
             f"{DEEPSPEEDS}train_batch_size ({train}) is not a multiple of {name} ({factor}) "
-            f"x {kind} ({ranks}) = {unit}; use the nearest multiple, {near}, or slipstream.elastic_batch, with which some "
+            f"x data parallel ({ranks}) = {unit}; use the nearest multiple, {near}, or slipstream.elastic_batch, with which some "
             "ranks get one sample less",
             fits=next((fewer for fewer in range(ranks - 1, 0, -1) if train % (factor * fewer) == 0), None),
         )

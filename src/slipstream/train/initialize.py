@@ -121,7 +121,7 @@ def initialize(
     )
     device = local_device()
     group, sizes = layout_of(mpu, mesh_param)
-    facts = replace(_facts(model, device, optimizer, training_data, lr_scheduler, sizes), has_mpu=mpu is not None)
+    facts = _facts(model, device, optimizer, training_data, lr_scheduler, sizes)
     plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
     check_alike(facts_of_plan(plan, model, device), group)  # the first exchange: a rank that refuses its config waits here
     places = places_of(mpu)
@@ -388,6 +388,7 @@ def _facts(
         optimizer_lr=rates.pop() if len(rates) == 1 else None,
         brings_schedule=lr_scheduler is not None,
         mesh=_sizes(model, sizes),
+        has_tensor_ranks=sizes.get("tp", 1) > 1 or _has_model_axis(model),
     )
 
 
