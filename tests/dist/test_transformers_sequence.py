@@ -321,6 +321,22 @@ def test_models_whose_outputs_are_not_by_token_are_refused() -> None:
 
 
 @distributed(world_size=2)
+def test_parts_of_a_model_get_their_own_attention_back() -> None:
+    """transformers sets the attention of a whole on its parts, too, and they may have different ones."""
+    parts = {
+        "text_config": transformers.LlamaConfig(**DECODERS["llama"]),
+        "vision_config": transformers.CLIPVisionConfig(**SMALL | {"intermediate_size": 48}),
+    }
+    own = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
+    model = transformers.LlavaForConditionalGeneration._from_config(transformers.LlavaConfig(**parts), attn_implementation=own)
+    engine = slipstream.initialize(model=model, config=settings(1, sequence_parallel_size=2))[0]
+    configs = (model.config, model.config.text_config, model.config.vision_config)
+    assert [each._attn_implementation for each in configs] == 3 * ["slipstream_ulysses"]
+    engine.destroy()
+    assert [each._attn_implementation for each in configs] == list(own.values())
+
+
+@distributed(world_size=2)
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="computes attention by 'eager'"):
         slipstream.initialize(model=build("bloom"), config=settings(1, sequence_parallel_size=2))
@@ -368,7 +384,9 @@ def test_deepspeeds_recipe() -> None:
     plain.load_state_dict(engine.state_dict())
     engine.eval()
     with torch.no_grad():
-        assert float(engine(**whole).loss) == pytest.approx(float(plain(**whole).loss), abs=3e-5)
+        outputs, expected = engine(**whole), float(plain(**whole).loss)
+        computed = engine.module.loss_function(outputs.logits, labels=whole["labels"], vocab_size=VOCAB)  # as accelerate does
+        assert [float(outputs.loss), float(computed)] == pytest.approx([expected, expected], abs=3e-5)
         assert engine.train()(**items).logits.shape[1] == LENGTH // 2
     engine.destroy()
     assert not model.config._attn_implementation.startswith("slipstream")

@@ -67,8 +67,8 @@ class Sequences:
             handle.remove()
 
     def change(self, owner: Any, name: str, value: Any) -> None:
+        """Let `switch` set an attribute. transformers sets some of a config on its parts, too: change a whole before its parts."""
         self.changes.append((owner, name, getattr(owner, name), value))
-        setattr(owner, name, value)
 
     def switch(self, shared: bool) -> None:
         """Compute on shares of sequences, or, as without this class, on whole ones."""
@@ -232,10 +232,11 @@ def serve_sequences(model: nn.Module, axis: Axis, slices: Slices | None) -> Sequ
     holder.modules = list(model.modules())
     for module in holder.modules:
         vars(module)[_HOLDER] = holder
-    configs = {id(each): each for each in (text, *(getattr(module, "config", None) for module in holder.modules))}
+    configs = {id(each): each for each in (*(getattr(module, "config", None) for module in holder.modules), text)}
     for each in (each for each in configs.values() if hasattr(each, "_attn_implementation")):
         holder.change(each, "_attn_implementation", NAME)
     _serve_loss(base, holder)
+    holder.switch(True)
     holder.offset = _positions_of(base)
 
     def begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -262,9 +263,9 @@ def _serve_loss(model: Any, holder: Sequences) -> None:
     kind = "ForCausalLMLoss" if is_sliced else getattr(function, "__name__", type(function).__name__)
     if kind in _LOSSES and calls_loss_function(model):
         holder.shifts = _LOSSES[kind]
-        holder.change(model, "loss_function", _Loss(holder, function.slices if is_sliced else None))
+        holder.change(model, "loss_function", _Loss(holder, function))
     elif kind in _LOSSES and not _LOSSES[kind]:
-        holder.shifts, holder.loss = False, _Loss(holder)
+        holder.shifts, holder.loss = False, _Loss(holder, function)
     else:
         holder.no_loss = (
             f"{type(model).__name__} computes a loss of its own ({kind}), which sequence_parallel_size would compute of shares of "
@@ -326,21 +327,26 @@ def _attention(
 
 
 class _Loss:
-    """A model's loss over whole sequences. Labels are this rank's share, already shifted. slices: of the vocabulary."""
+    """A model's loss over whole sequences. Labels are this rank's share, already shifted.
 
-    def __init__(self, holder: Sequences, slices: Slices | None = None) -> None:
-        self.holder, self.slices = holder, slices
+    own: the model's loss, of evaluations that are not shared
+    """
+
+    def __init__(self, holder: Sequences, own: Callable[..., Tensor]) -> None:
+        self.holder, self.own = holder, own
 
     def __call__(
         self, logits: Tensor, labels: Tensor | None = None, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
+        if not (self.holder.in_eval or self.holder.modules[0].training):
+            return self.own(logits, labels, *args, shift_labels=shift_labels, **kwargs)
         targets = labels if shift_labels is None else shift_labels
         if targets is None:
             raise ValueError("the loss of a share of a sequence needs labels, or shift_labels")
-        if self.slices is None:
-            losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+        if isinstance(self.own, ShiftedLoss):  # of logits of this rank's share of the vocabulary
+            losses = vocab_parallel_cross_entropy(logits, targets, self.own.slices.exchange).sum()
         else:
-            losses = vocab_parallel_cross_entropy(logits, targets, self.slices.exchange).sum()
+            losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
         count = (targets != -100).sum()
         return sequence_mean(losses, count, self.holder.exchange, kwargs.get("num_items_in_batch"))
 
