@@ -619,7 +619,7 @@ def test_a_partition_config() -> None:
     column = {"patterns": [r".*\.(gate|up)_proj\.weight$"], "partition_type": "column"}
     row = {"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"}
     compare("llama", 1, 2, blocks=specs(column, row, use_default_specs=False))
-    ends = {"patterns": [r".*lm_head\.weight$", r".*embed_tokens\.weight$", r".*(norm|mlp)\.weight$"], "partition_type": "row"}
+    ends = {"patterns": [r".*(lm_head|embed_tokens)\.weight$", r".*(norm|mlp|rotary_emb)\.weight$"], "partition_type": "row"}
     compare("llama", 1, 2, blocks=specs(column, row, ends, use_default_specs=False))
     compare("llama", 1, 2, blocks=specs({"patterns": [".*"], "partition_type": "skip"}, use_default_specs=False))
     fused = {"patterns": [".*c_attn.weight$"], "partition_type": "column", "shape": [[32, 32, 32], -1], "model_types": ["gpt2"]}
@@ -675,9 +675,17 @@ def test_partition_configs_that_are_refused() -> None:
         with pytest.raises(ValueError, match=text):
             slipstream.initialize(model=model, config=settings(1, tensor_parallel={"autotp_size": 2} | block))
         assert [param.shape for param in model.parameters()] == shapes, text
-    bert = transformers.BertForMaskedLM(transformers.BertConfig(**ENCODERS["bert"]))
-    with pytest.raises(ValueError, match="BertForMaskedLM computes a loss of its own from whole logits"):
-        slipstream.initialize(model=bert, config=settings(1, tensor_parallel={"autotp_size": 2, "vocab_parallel_lm_head": True}))
+    for name in ("Bert", "EuroBert"):  # the second computes it by `self.loss_function`
+        config = getattr(transformers, f"{name}Config")(**ENCODERS["bert"] | {"pad_token_id": 1})
+        encoder = getattr(transformers, f"{name}ForMaskedLM")(config)
+        block = {"autotp_size": 2, "vocab_parallel_lm_head": True}
+        with pytest.raises(ValueError, match=f"{name}ForMaskedLM computes a loss of its own from whole logits"):
+            slipstream.initialize(model=encoder, config=settings(1, tensor_parallel=block))
+    packed = build("llama")
+    projection = packed.model.layers[1].self_attn.q_proj = nn.Identity()  # as GPTQ's layers: no `weight`
+    projection.register_buffer("qweight", torch.zeros(4, 32, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj' \(Identity\) has no 2D weight to cut, but qweight"):
+        slipstream.initialize(model=packed, config=settings(1, tensor_parallel={"autotp_size": 2}))
     with pytest.raises(ValueError, match="Linear has no plan"):
         slipstream.initialize(model=nn.Linear(4, 4), config=settings(1, tensor_parallel={"autotp_size": 2}))
 

@@ -270,13 +270,23 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
 
 
 def _fitting(cut: Cut, name: str, module: nn.Module | None, partition: Partition) -> Cut | None:
-    """The cut of a module, or bare parameter, whose name a pattern fits; None: whole, as containers and norms are."""
+    """The cut of a module, or bare parameter, whose name a pattern fits; None: whole, as containers and norms are.
+
+    Raises ValueError for a layer whose matrix is not its `weight`, or has other than two dimensions.
+    """
     if module is None or cut.kind not in ("column", "row"):
         return None if cut.kind == "skip" else cut
     if isinstance(module, nn.Embedding):
         return Cut("vocab")  # its outputs are whole, as are those of DeepSpeed's hidden-parallel embedding
-    weight = getattr(module, "weight", None)
+    layer: Any = getattr(module, "base_layer", module)  # inside a LoRA adapter
+    weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or (weight.dim() != 2 and not _is_of_stack(module)):
+        own = dict((*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)))
+        if matrices := [leaf for leaf, value in own.items() if value.dim() > 1 and not list(layer.children())]:
+            raise ValueError(
+                f"{name!r} ({type(layer).__name__}) has no 2D weight to cut, but {', '.join(matrices)}; keep it whole by an entry "
+                "of tensor_parallel.partition_config with partition_type skip"
+            )
         return None
     if cut.kind == "row" and name.endswith(tuple(partition.lm_head_patterns)):
         return cut._replace(kind="column", whole=True)  # its inputs and outputs are whole, in both forms
@@ -448,12 +458,14 @@ class _Slicing:
         gathers = how.whole and not (self.plan.vocab_head and is_head)
         self._linear(name, module, how, Column, 0, "lora_B", gathers=gathers)
         base: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # without PEFT's wrapper
-        if is_head and self.plan.vocab_head and not calls_loss_function(base):
+        loss = getattr(getattr(base, "loss_function", None), "__name__", "")
+        is_causal = loss == "ForCausalLMLoss" and calls_loss_function(base)
+        if is_head and self.plan.vocab_head and not is_causal:
             raise ValueError(
                 f"tensor_parallel.vocab_parallel_lm_head: {type(base).__name__} computes a loss of its own from whole logits, not "
-                "by transformers' `self.loss_function`; drop the key"
+                "transformers' ForCausalLMLoss by `self.loss_function`; drop the key"
             )
-        if is_head and not gathers and self.cut and hasattr(base, "loss_function"):
+        if is_head and not gathers and self.cut and is_causal:
             base.loss_function = ShiftedLoss(self.slices)
 
     def _row(self, name: str, module: nn.Module, how: Cut) -> None:
