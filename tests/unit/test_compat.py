@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import copy
+import gc
 import importlib
 import importlib.util
 import json
@@ -842,9 +844,15 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
     assert model.to("cpu") is model and model.bfloat16().head.weight is weight and weight.ds_tensor.dtype is torch.bfloat16
     assert model.float().head.weight is weight and weight.dtype is torch.float32
     weight.data = torch.nn.functional.pad(weight.data.clone(), (0, 0)).to(weight.dtype)  # as transformers does when it ties a head
-    for computed in (weight.data * 2, torch.nn.functional.pad(weight.data, (0, 1))):
+    twin, ones = model.embedding.weight, torch.ones(weight.shape, dtype=torch.float64)
+    assert twin.shape == weight.shape
+    others = (twin.data, twin.data.clone(), twin.float(), ones.to(weight.data))
+    for computed in (weight.data * 2, torch.nn.functional.pad(weight.data, (0, 1)), *others):
         with pytest.raises(RuntimeError, match="GatheredParameters"):
             weight.data = computed
+    for write in (lambda values: values.fill_(1), lambda values: values.__setitem__(0, 1)):
+        with pytest.raises(RuntimeError, match="GatheredParameters"):
+            write(weight.data.clone())
     assert weight.equal(weight) and not torch.equal(weight, model.embedding.weight)
     assert weight.untyped_storage().nbytes() == 4
     torch.testing.assert_close(weight.ds_tensor.view(weight.shape), (plain.head.weight * 2).bfloat16().float())
@@ -853,6 +861,10 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
         weight.data.mul_(2)
     with zero.GatheredParameters(model.parameters()):
         torch.testing.assert_close(weight, plain.head.weight * 2)
+    with zero.GatheredParameters([model.embedding.weight], modifier_rank=0):
+        model.embedding.weight.data.fill_(float("nan"))
+    with zero.GatheredParameters([model.embedding.weight]):
+        assert model.embedding.weight.isnan().all()
     with zero.GatheredParameters([model.embedding.weight], modifier_rank=0):
         model.embedding.weight.data.fill_(0.5)
     model.extra = torch.nn.Linear(2, 2)  # an adapter, beside parameters in ranges
@@ -873,6 +885,8 @@ def test_a_model_is_trained_after_an_engine_without_optimizer(deepspeed: Any, st
     """TRL's precompute_ref_log_probs, whose engine goes on answering."""
     model, ids = toy.seeded(toy.Lm), toy.tokens(0, 0)
     config = {"train_batch_size": len(ids), "zero_optimization": {"stage": stage}}
+    deepspeed.initialize(model=model, config=config)  # dropped, but not on each rank at once
+    gc.collect()
     reference, *_ = deepspeed.initialize(model=model, config=config)
     before = reference.eval()(ids).item()
     engine = make(deepspeed, model=model)
@@ -882,6 +896,9 @@ def test_a_model_is_trained_after_an_engine_without_optimizer(deepspeed: Any, st
     with pytest.raises(ValueError, match="already belongs to an engine"):
         deepspeed.initialize(model=model, config=config)
     engine.destroy()
+    head = copy.copy(model.head)
+    head.weight = torch.nn.Parameter(torch.zeros_like(model.head.weight))
+    assert head.state_dict()["weight"].eq(0).all()
 
 
 @pytest.mark.usefixtures("group")

@@ -339,6 +339,7 @@ class DeepSpeedEngine(Engine):
         super().destroy()
         self.basic_optimizer = None
         zero.remove_attributes(params)
+        zero.unwrap(self.module)
 
     def save_checkpoint(
         self,

@@ -128,19 +128,16 @@ class HeldParameter(nn.Parameter):
         if isinstance(target, HeldParameter):
             if func == _DATA.__get__:  # inside Init the parameter itself, so that param.data.normal_() in a constructor writes
                 with torch._C.DisableTorchFunctionSubclass():
-                    return target if Init.is_open() else func(target).as_subclass(_StandIn)
+                    return target if Init.is_open() else _standing_for(target, func(target))
             if name in _CONVERSIONS:
                 with torch._C.DisableTorchFunctionSubclass():
                     dtype = func(torch.empty((), dtype=target.dtype), *args[1:], **kwargs).dtype
                 return _stand_in(target, dtype)
-            if func == _DATA.__set__ and isinstance(args[1], _StandIn) and args[1].shape == target.shape:
+            if func == _DATA.__set__ and isinstance(args[1], _StandIn) and args[1].source is target:
                 return _convert(target, args[1].dtype)
             if _is_write(func):
                 if not Init.is_open():
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(target.shape)} was sharded by zero.Init and cannot be written here; write it "
-                        f"inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
-                    )
+                    raise _no_write(target)
                 _compute(func, args, kwargs)
                 return target
         reads = name not in _FACTS or func in _TRANSPOSED
@@ -182,6 +179,8 @@ def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             return gathered.setdefault(id(value), (value, _all_gather(value)))[1]
         if isinstance(value, _HeldView):
             gathered[id(value.source[0])] = value.source
+        if isinstance(value, _StandIn):
+            return gather_value(value.source).to(value.dtype)
         return value
 
     def as_view(value: Any) -> Any:
@@ -210,20 +209,41 @@ def _is_write(func: Any) -> bool:
 
 
 class _StandIn(Tensor):
-    """A held parameter's `.data`, or a copy or conversion of it. Assigned to `param.data`, as by `module.to(device)`,
-    `module.bfloat16()` and `param.data = param.data.float()`, it keeps the values that the ranks store."""
+    """A held parameter's `.data`, or a copy or conversion of it; writes to it raise. Assigned to the same parameter's `.data`, as
+    by `module.to(device)`, `module.bfloat16()` and `param.data = param.data.float()`, it keeps the values that the ranks store."""
+
+    source: HeldParameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target, name = _target(args, kwargs), getattr(func, "__name__", "")
+        if isinstance(target, _StandIn) and _is_write(func):
+            raise _no_write(target)
+        if Init.is_open() and name not in _FACTS | _COPIES:
+            return _compute(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        is_copy = getattr(func, "__name__", "") in _COPIES and args and result.shape == args[0].shape
-        return result.as_subclass(_StandIn) if is_copy else result
+            result = func(*args, **kwargs)
+            is_copy = isinstance(target, _StandIn) and name in _COPIES and result.shape == target.shape
+            return _standing_for(target.source, result) if is_copy else result
 
 
-def _stand_in(param: Any, dtype: torch.dtype) -> Tensor:
+def _standing_for(param: Any, values: Tensor) -> _StandIn:
+    stand_in = values.as_subclass(_StandIn)
+    stand_in.source = param
+    return stand_in
+
+
+def _stand_in(param: Any, dtype: torch.dtype) -> _StandIn:
     fill = float("nan") if dtype.is_floating_point else 0
-    return torch.full((), fill, dtype=dtype).expand(param.ds_shape).as_subclass(_StandIn)
+    return _standing_for(param, torch.full((), fill, dtype=dtype).expand(param.ds_shape))
+
+
+def _no_write(target: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"a parameter of shape {tuple(target.shape)} was sharded by zero.Init and cannot be written here; write it "
+        f"inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
+    )
 
 
 def _convert(param: Any, dtype: torch.dtype) -> None:
@@ -480,7 +500,7 @@ def _differ(before: Tensor, after: Tensor) -> bool:
         return not torch.equal(before, after.to(before.device))
     wide = torch.float64 if before.dtype is torch.float64 else torch.float32  # torch promotes no fp8
     numbers, eps = before.to(wide), torch.finfo(before.dtype).eps
-    slack = 4 * eps * float(numbers.abs().max())
+    slack = 4 * eps * float(numbers.nan_to_num(0, 0, 0).abs().max())
     return not bool(torch.isclose(after.to(before.device, wide), numbers, rtol=0, atol=slack, equal_nan=True).all())
 
 
@@ -667,6 +687,8 @@ def parameters_of(engine: Engine) -> list[nn.Parameter]:
 
 def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
     """Set the `ds_` attributes of the engine's sharded parameters, and remove them from the other parameters of `before`."""
+    if engine.optimizer is None:  # the model keeps it: whether `take_over` finds it must not depend on a rank's garbage collector
+        vars(engine.states.hooks)["engine"] = engine
     sharded = parameters_of(engine) if engine.plan.zero.stage == 3 else []
     remove_attributes(before, sharded)
     for param in sharded:
@@ -680,17 +702,28 @@ def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
         for leaf in filter(z3_leaf_module, engine.module.modules()):
             for inner in leaf.parameters():
                 vars(inner).setdefault("ds_z3_leaf_module", leaf)
-        wrapped: list[tuple[nn.Module, str, Callable[..., Any]]] = [
-            (engine.module, "save_pretrained", _save_pretrained),
-            (engine.module, "cpu", _to_cpu),
-            *((module, "_save_to_state_dict", _save_values) for module in engine.module.modules()),
-        ]
-        for module, method, around in wrapped:
-            own = getattr(module, method, None)
-            if own is not None and getattr(own, "func", None) is not around:
+        unwrap(engine.module)
+        for module, method, around in _wrappers(engine.module):
+            if (own := getattr(module, method, None)) is not None:
                 setattr(module, method, partial(around, own))  # deepcopy rebinds a partial, as it does no closure
     if sharded and engine.optimizer is not None:
         engine.optimizer.parameter_offload = ParameterOffload(engine.module)
+
+
+def _wrappers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
+    yield from ((model, "save_pretrained", _save_pretrained), (model, "cpu", _to_cpu))
+    yield from ((module, "_save_to_state_dict", _save_values) for module in model.modules())
+
+
+def unwrap(model: nn.Module) -> None:
+    """Remove the wrappers that `set_attributes` has put around the model's methods: a shallow copy of a module shares them."""
+    for module, method, around in _wrappers(model):
+        wrapper = vars(module).get(method)
+        if isinstance(wrapper, partial) and wrapper.func is around:
+            delattr(module, method)
+            own = wrapper.args[0]
+            if getattr(own, "__func__", None) is not getattr(type(module), method, None):  # of the instance
+                setattr(module, method, own)
 
 
 def show_ranges(engine: Engine) -> None:
