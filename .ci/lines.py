@@ -11,15 +11,15 @@ from collections import Counter
 from pathlib import Path
 
 BUDGETS = {
-    "inference": 19_232,
+    "inference": 19_233,
     "train": 11_046,
-    "compat": 8_455,
+    "compat": 8_459,
     "zero": 6_394,
-    "parallel": 6_187,
+    "parallel": 6_189,
     "ops": 6_071,
     "launch": 5_477,
     "checkpoint": 5_437,
-    "config": 4_478,
+    "config": 4_479,
     "optim": 2_666,
     "moe": 2_262,
     "observe": 2_075,

@@ -239,12 +239,12 @@ def test_prompts_are_scored(address: str) -> None:
     # 4,000 tokens x 128 choices x 21 entries would be gigabytes of objects on the event loop
     error = post(address, COMPLETIONS, prompt="a" * 4000, n=128, prompt_logprobs=20).error
     assert error["param"] == "prompt_logprobs" and "10,752,000 entries" in error["message"]
-    for path, copies, fields in (
-        (COMPLETIONS, 64, {"prompt": ["a" * 4000] * 2, "n": 32}),
-        (CHAT, 64, {"messages": [USER | {"content": "a" * 4000}], "n": 64, "stream": True}),
+    for path, num, fields in (
+        (COMPLETIONS, 64 * 20_000, {"prompt": ["a" * 20_000] * 2, "n": 32}),
+        (CHAT, 64 * 20_006, {"messages": [USER | {"content": "a" * 20_000}], "n": 64, "stream": True}),
     ):
         error = post(address, path, return_token_ids=True, **fields).error
-        assert error["param"] == "return_token_ids" and f"{copies * (4006 if path == CHAT else 4000):,} entries" in error["message"]
+        assert error["param"] == "return_token_ids" and f"{num:,} entries" in error["message"]
 
 
 def test_the_tokens_of_prompt_and_answer_are_returned(address: str) -> None:

@@ -836,6 +836,13 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
     with zero.Init():
         model = toy.seeded(toy.Lm)
         model.head.weight.data.mul_(2)  # constructors write after modules are complete
+        model.head.weight.float().clone().flatten().zero_()  # a copy's own values
+        third = torch.nn.Module()
+        third.weight = torch.nn.Parameter(model.head.weight.float().T.contiguous())
+        third.same = torch.nn.Parameter(model.head.weight.float())
+    with zero.GatheredParameters(third.parameters()):
+        torch.testing.assert_close(third.weight, plain.head.weight.T * 2)
+        torch.testing.assert_close(third.same, plain.head.weight * 2)
     weight = model.head.weight
     assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE and weight.isnan().all()
     assert weight.shape == plain.head.weight.shape and weight.device.type == "cpu" and weight.untyped_storage().nbytes() == 4

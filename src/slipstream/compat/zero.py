@@ -176,11 +176,13 @@ def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
     def gather_value(value: Any) -> Any:
         if isinstance(value, HeldParameter):
-            return gathered.setdefault(id(value), (value, _all_gather(value)))[1]
+            if id(value) not in gathered:
+                gathered[id(value)] = value, _all_gather(value)
+            return gathered[id(value)][1]
         if isinstance(value, _HeldView):
             gathered[id(value.source[0])] = value.source
         if isinstance(value, _StandIn):
-            return gather_value(value.source).to(value.dtype)
+            return gather_value(value.source).to(value.dtype, copy=True)  # a write to the result is none to the parameter
         return value
 
     def as_view(value: Any) -> Any:
@@ -220,7 +222,7 @@ class _StandIn(Tensor):
         target, name = _target(args, kwargs), getattr(func, "__name__", "")
         if isinstance(target, _StandIn) and _is_write(func):
             raise _no_write(target)
-        if Init.is_open() and name not in _FACTS | _COPIES:
+        if Init.is_open() and (name not in _FACTS | _COPIES or func in _TRANSPOSED):
             return _compute(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -276,6 +278,8 @@ def _hold(param: Any, group: Any, source: int = 0) -> None:
     """Shard a parameter: store this rank's range of rank `source`'s values. Collective."""
     if param.numel() == 0 or param.is_meta:
         return
+    if isinstance(param, _StandIn):  # nn.Parameter(another.float()) inside Init
+        param.__class__, param.data = nn.Parameter, _all_gather(param.source).to(param.dtype)  # type: ignore[assignment]
     param.ds_tensor = _deal(param, param.data, group, source)
     param.ds_process_group, param.ds_id = group, next(_ids)
     param.ds_shape, param.ds_numel = param.shape, param.numel()

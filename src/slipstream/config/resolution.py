@@ -350,10 +350,11 @@ def _split(values: Values, given: int | None, micro: int | None, accumulation: i
     try:
         if values["slipstream.elastic_batch"]:
             return elastic_triad(train, micro or values.facts.loader_batch_size, accumulation, ranks)
-        return triad(train, micro, accumulation, ranks)
+        batch = triad(given, micro, accumulation, ranks * times)
+        return batch._replace(train=batch.train // times)
     except WorldError as error:
-        fits = error.fits and error.fits * mesh.model_size
-        raise WorldError(str(error) if train == given else f"{error} ({counts})", fits) from None
+        fits = error.fits * mesh.model_size if error.fits and times == 1 else None
+        raise WorldError(str(error) if times == 1 else f"{error} ({counts})", fits) from None
 
 
 def _elastic_batch(values: Values, world: DataWorld, mesh: MeshPlan, ranks: int) -> BatchPlan:

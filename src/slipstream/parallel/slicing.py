@@ -457,15 +457,17 @@ class _Slicing:
         is_head = self._is_head(name)
         gathers = how.whole and not (self.plan.vocab_head and is_head)
         self._linear(name, module, how, Column, 0, "lora_B", gathers=gathers)
+        if not is_head or gathers:
+            return
         base: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # without PEFT's wrapper
         loss = getattr(getattr(base, "loss_function", None), "__name__", "")
         is_causal = loss == "ForCausalLMLoss" and calls_loss_function(base)
-        if is_head and self.plan.vocab_head and not is_causal:
+        if self.plan.vocab_head and not is_causal:
             raise ValueError(
                 f"tensor_parallel.vocab_parallel_lm_head: {type(base).__name__} computes a loss of its own from whole logits, not "
                 "transformers' ForCausalLMLoss by `self.loss_function`; drop the key"
             )
-        if is_head and not gathers and self.cut and is_causal:
+        if self.cut and is_causal:
             base.loss_function = ShiftedLoss(self.slices)
 
     def _row(self, name: str, module: nn.Module, how: Cut) -> None:

@@ -14,7 +14,7 @@ from slipstream.inference.server.calls import CallForm, form_of
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import Constraints, Lark, dumps, structured
 from slipstream.inference.server.requests import MAX_MESSAGES, NOT_SERVED, Empty, Fields, Never, SampledFields, explained, wrong
-from slipstream.inference.server.state import Caller, Prepared, Serving, check_entries
+from slipstream.inference.server.state import MAX_IDS, Caller, Prepared, Serving, check_entries
 from slipstream.inference.text import MARKS, Tokenizer
 
 
@@ -222,7 +222,7 @@ def prepare(server: Serving, request: ChatRequest, caller: Caller) -> Prepared:
     text, unread = _render(server, request)
     prompt = server.encode(text, "messages", special=False)
     if request.return_token_ids and request.stream:
-        check_entries(len(prompt) * (request.n or 1), "return_token_ids")
+        check_entries(len(prompt) * (request.n or 1), "return_token_ids", MAX_IDS)
     requested = next((limit for limit in (request.max_completion_tokens, request.max_tokens) if limit and limit > 0), None)
     thinking = _thinking(server.tokenizer, text)
     constraints, free = _constraints(server, request, thinking)

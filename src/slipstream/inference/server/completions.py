@@ -10,7 +10,7 @@ from slipstream.inference.server.answers import CompletionFormat
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import structured
 from slipstream.inference.server.requests import MAX_SEQUENCES, NOT_SERVED, SampledFields, TokenId, explained, wrong
-from slipstream.inference.server.state import Caller, Prepared, Serving, check_entries
+from slipstream.inference.server.state import MAX_IDS, Caller, Prepared, Serving, check_entries
 
 
 class CompletionRequest(SampledFields):
@@ -51,7 +51,7 @@ def prepare(server: Serving, request: CompletionRequest, caller: Caller) -> Prep
     if not all(prompts):
         raise RequestError("a prompt has no tokens", param="prompt")
     if request.return_token_ids:
-        check_entries(sum(map(len, prompts)) * kept, "return_token_ids")
+        check_entries(sum(map(len, prompts)) * kept, "return_token_ids", MAX_IDS)
     requested = None if request.max_tokens == -1 else request.max_tokens
     default = server.engine.max_context if request.max_tokens == -1 else 16  # OpenAI's default
     scores = request.logprobs if request.echo and request.prompt_logprobs is None else request.prompt_logprobs

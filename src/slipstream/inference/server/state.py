@@ -40,14 +40,15 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADER = 1000  # characters of the field names in a response's header
 MAX_ENTRIES = 200_000  # about the prompts' tokens, in one response; 8,192 tokens with 20 alternatives each are 172,032
+MAX_IDS = 1_000_000  # of the prompts' tokens, in one response; about 7 MB
 MAX_LOGGED = 1000  # fields without effect that are logged, each once
 
 
-def check_entries(num: int, param: str) -> None:
+def check_entries(num: int, param: str, most: int = MAX_ENTRIES) -> None:
     """Raise RequestError if `param` adds too many entries about the prompts' tokens to a response, which has them per choice."""
-    if num > MAX_ENTRIES:
-        message = f"{param}: the response would have {num:,} entries about the prompts' tokens, at most {MAX_ENTRIES:,} are served"
-        remedy = "send shorter or fewer prompts, or a lower n, prompt_logprobs or (with echo) logprobs"
+    if num > most:
+        message = f"{param}: the response would have {num:,} entries about the prompts' tokens, at most {most:,} are served"
+        remedy = "send shorter or fewer prompts, or a lower n, prompt_logprobs or (with echo) logprobs, or drop return_token_ids"
         raise RequestError(f"{message}; {remedy}", param=param)
 
 
