@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.compat import fragments, zero
+from slipstream.compat import fragments, held, zero
 from slipstream.compat.engine import initialize
 from slipstream.compat.moe import MoE
 from slipstream.parallel import ColumnParallelLinear, RowParallelLinear
@@ -28,18 +28,18 @@ def test_a_sharded_model_trains_as_a_complete_one() -> None:
     with torch.no_grad():
         plain.head.weight.fill_(0.25)
         plain.blocks[0].up.weight.mul_(2)
-    with zero.Init():
+    with held.Init():
         model = toy.seeded(toy.Lm, seed=rank)
         model.blocks[0].up.weight.data.mul_(2)
         skipped = nn.Sequential(nn.utils.skip_init(nn.TransformerEncoderLayer, 4, 2, 8))
     weight = model.head.weight
-    assert zero.is_held(weight) and weight.ds_tensor.numel() == weight.numel() // 2
+    assert held.is_held(weight) and weight.ds_tensor.numel() == weight.numel() // 2
     assert all(param.ds_tensor.numel() * 2 == param.ds_numel for param in skipped.parameters())
     with zero.GatheredParameters({weight, *model.parameters()}, modifier_rank=1):  # a set: its order differs by rank
         if rank == 1:
             weight.data.fill_(0.25)
     with zero.GatheredParameters(weight):
-        assert weight.eq(0.25).all() and weight.ds_status is zero.ZeroParamStatus.AVAILABLE
+        assert weight.eq(0.25).all() and weight.ds_status is held.ZeroParamStatus.AVAILABLE
     ours, reference = (initialize(model=each, config=toy.settings(3))[0] for each in (model, plain))
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=0, msg=name)
@@ -104,9 +104,9 @@ class OwnSlice(nn.Module):
 def test_slices_of_your_own_are_built_in_shards() -> None:
     mpu, whole = Solo(), torch.arange(96.0).view(12, 8)
     for dim in (0, 1):
-        with zero.Init(mpu=mpu):
+        with held.Init(mpu=mpu):
             model = nn.Sequential(OwnSlice(whole, dim))
-        assert zero.is_held(model[0].weight)
+        assert held.is_held(model[0].weight)
         engine, *_ = initialize(model=model, mpu=mpu, config=toy.settings(3))
         assert torch.equal(engine.state_dict()["0.weight"], whole)
         engine.destroy()
@@ -151,7 +151,7 @@ def test_ds_tensor_is_the_ranks_shard(transport: str, tmp_path: Path) -> None:
 @distributed(world_size=2)
 def test_a_model_in_ranges_takes_a_block_more_than_they_do() -> None:
     """Of 16 blocks. Shards are freed as the engine copies them: no rank holds its shards twice (8 more blocks)."""
-    with Peak() as building, zero.Init():
+    with Peak() as building, held.Init():
         model = toy.seeded(Wide)
     before = torch.cat([param.ds_tensor[:1] for param in model.parameters()])
     with Peak() as joining:
@@ -176,7 +176,7 @@ def change(param: Any, how: str) -> None:
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_a_change_without_modifier_rank_raises_on_all_ranks(transport: str) -> None:
     """Of a sharded model and of an engine's, made on one rank. The values stay, and a change that is undone does not count."""
-    with zero.Init():
+    with held.Init():
         model = toy.seeded(toy.Lm)
     engines = {stage: initialize(model=toy.seeded(toy.Lm), config=toy.settings(stage, transport))[0] for stage in (0, 3)}
     for holder in (model, *(engine.module for engine in engines.values())):
@@ -214,7 +214,7 @@ class Positions(torch.nn.Module):
 
 @distributed(world_size=2)
 def test_a_constructor_writes_without_modifier_rank() -> None:
-    with zero.Init():
+    with held.Init():
         model = Positions()
     with zero.GatheredParameters(model.inner.weight):
         assert model.inner.weight.eq(1.0).all(), "the first rank's values count"
@@ -264,11 +264,11 @@ def test_a_state_dict_of_released_parameters_has_their_names_and_shapes(tmp_path
 
 @distributed(world_size=2)
 def test_an_engine_that_cannot_be_made_leaves_the_model_in_ranges() -> None:
-    with zero.Init():
+    with held.Init():
         model = toy.seeded(toy.Lm)
     with pytest.raises(ValueError, match="gradient_clipping"):
         initialize(model=model, config=toy.settings(3) | {"gradient_cliping": 1.0})
-    assert all(zero.is_held(param) for param in model.parameters())
+    assert all(held.is_held(param) for param in model.parameters())
     with zero.GatheredParameters(model.head.weight):
         assert model.head.weight.std() > 0
     initialize(model=model, config=toy.settings(3))[0].destroy()
@@ -288,7 +288,7 @@ def test_a_surgery_keeps_deepspeed_s_attributes_true() -> None:
             del model.blocks[2]
             model.head.weight.data, model.head.bias.data = torch.ones(60, 16), torch.ones(60)
             model.extra = torch.nn.Linear(3, 5)
-            with zero.Init():
+            with held.Init():
                 model.held = torch.nn.Linear(4, 4)
         params = list(model.parameters())
         for param in params:
@@ -298,8 +298,8 @@ def test_a_surgery_keeps_deepspeed_s_attributes_true() -> None:
             assert len({param.ds_id for param in params}) == len(params) and weight.ds_id == known
             assert weight.ds_shape == (60, 16) and all(param.ds_numel == param.numel() for param in params)
             with zero.GatheredParameters(model.extra.weight):
-                assert model.extra.weight.ds_status is zero.ZeroParamStatus.AVAILABLE
-            assert model.extra.weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
+                assert model.extra.weight.ds_status is held.ZeroParamStatus.AVAILABLE
+            assert model.extra.weight.ds_status is held.ZeroParamStatus.NOT_AVAILABLE
             model.save_pretrained(None, is_main_process=False)  # nothing is read
         engine.backward(engine(toy.tokens(engine.rank, 0)))
         grad = fragments.safe_get_full_grad(weight)

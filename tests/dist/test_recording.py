@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.compat import zero as deepspeed_zero
+from slipstream.compat import held
 from slipstream.compat.engine import initialize as deepspeed_initialize
 from tests import toy
 from tests.pool import distributed
@@ -142,7 +142,7 @@ def test_under_deepspeeds_name(name: str) -> None:
     build = model_of(name)
     expected = values_in_memory(build)
     torch.manual_seed(3)
-    with deepspeed_zero.Init():
+    with held.Init():
         model = build()
     compare(deepspeed_initialize(model=model, config=toy.settings(3))[0], expected)
 
@@ -169,7 +169,7 @@ def test_constructors_read_sharded_parameters() -> None:
     """With DeepSpeed's zero.Init a child's parameters are already sharded while its parent's constructor runs."""
     expected = values_in_memory(Derived)
     torch.manual_seed(3)
-    with deepspeed_zero.Init():
+    with held.Init():
         model = Derived()
     compare(deepspeed_initialize(model=model, config=toy.settings(3))[0], expected)
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.compat import zero
+from slipstream.compat import held, zero
 from slipstream.ops.rows import RowForm, dequantize_rows, quantize_rows
 from slipstream.quantized import QuantizedEmbedding, QuantizedLinear
 from slipstream.quantized.rules import quantize_by_rules
@@ -65,7 +65,7 @@ def quantized_names(model: nn.Module) -> set[str]:
 
 
 def of_engine(model: nn.Module, stage: int, block: Any, dtype: str, transport: str = "shared", **more: Any) -> tuple[Any, Tensor]:
-    with zero.held_values(model):
+    with held.held_values(model):
         engine = toy.make(model, stage, transport, dtype=dtype, optimizer=None, weight_quantization=block, **more)
     with torch.no_grad():
         return engine, engine(IDS)
@@ -112,7 +112,7 @@ def test_no_rank_has_the_floats(where: str, tmp_path: Path) -> None:
         slipstream.zero.load(model, tmp_path / "a.safetensors")
     else:
         torch.manual_seed(0)
-        with zero.Init(dtype=torch.bfloat16):
+        with held.Init(dtype=torch.bfloat16):
             model = Small()
         with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             for name, param in model.named_parameters():
@@ -122,7 +122,7 @@ def test_no_rank_has_the_floats(where: str, tmp_path: Path) -> None:
                 model, {"weight_quantization": {"post_init_quant": {"": group(4, 16)}}}
             )
             weight = model.get_submodule("up").weight
-            assert weight.dtype is torch.uint8 and zero.is_held(weight) and weight.ds_tensor.numel() == weight.numel() // 2
+            assert weight.dtype is torch.uint8 and held.is_held(weight) and weight.ds_tensor.numel() == weight.numel() // 2
     engine, logits = of_engine(model, 3, ALL, "bf16", data_types={"keep_in_fp32_modules": ["embed"]})
     assert torch.equal(logits, wanted) and logits.dtype is torch.bfloat16
     off = {"weight_quantization": {"enabled": False, **ALL}}

@@ -23,7 +23,7 @@ from torch import Tensor
 import slipstream
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.save import agree_on_tag
-from slipstream.compat import groups, zero
+from slipstream.compat import groups, held, zero
 from slipstream.compat.comm import configured
 from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.moe import has_moe_layers
@@ -331,14 +331,14 @@ class DeepSpeedEngine(Engine):
         before = zero.parameters_of(self)
         with super().surgery(group):
             yield
-            zero.materialize(self.module)
+            held.materialize(self.module)
         zero.set_attributes(self, before)
 
     def destroy(self) -> None:
         params = zero.parameters_of(self)
         super().destroy()
         self.basic_optimizer = None
-        zero.remove_attributes(params)
+        held.remove_attributes(params)
         zero.unwrap(self.module)
 
     def save_checkpoint(
@@ -541,7 +541,7 @@ def initialize(
         given["lr_scheduler"] = lr_scheduler = None
     zero.take_over(model)
     try:
-        with zero.held_values(model):
+        with held.held_values(model):
             engine, handle, loader, scheduler = slipstream.initialize(config=used, **given)
     except arguments.ConfigError as error:
         raise loaded.refusal(error) from None

@@ -90,9 +90,10 @@ monitor.config compat.config: CSVConfig CometConfig DeepSpeedMonitorConfig Tenso
 monitor.monitor compat.monitors: CometMonitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor
 utils.config compat.config: DeepSpeedThroughputTimerConfig get_timers_config
 runtime.engine compat.engine: DeepSpeedEngine
-runtime.zero compat.zero: GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter
-    unregister_external_parameter unwrap_model_for_generation is_zero_param restore_init_context shutdown_init_context
-    zero_wrapper_for_fp_tensor_constructor ZeRORuntimeException apply_to_tensors_only
+runtime.zero compat.held: Init MiCS_Init ZeroParamStatus ZeroParamType is_zero_param restore_init_context shutdown_init_context
+    zero_wrapper_for_fp_tensor_constructor
+runtime.zero compat.zero: GatheredParameters register_external_parameter unregister_external_parameter unwrap_model_for_generation
+    ZeRORuntimeException apply_to_tensors_only
 runtime.zero compat.estimates: estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
 runtime.zero activations.tiled: TiledLinear
 runtime.zero.stage_1_and_2 compat.handles: DeepSpeedZeroOptimizer

@@ -168,7 +168,7 @@ class TensorPlan:
 
     size: int = key("tensor_parallel.autotp_size")  # below 2: not asked for here
     preset: str | None = key("tensor_parallel.preset_model")
-    partition: Mapping[str, Any] | None = key("tensor_parallel.partition_config")  # parallel/slicing.py reads it
+    partition: Mapping[str, Any] | None = key("tensor_parallel.partition_config")  # parallel/cuts.py reads it
     vocab_head: bool = key("tensor_parallel.vocab_parallel_lm_head", read=bool)
     shares_tokens: bool = key("slipstream.tensor.sequence_parallel")
     overlaps: bool = key("tensor_parallel.tp_overlap_comm")

@@ -23,8 +23,8 @@ from slipstream.moe.huggingface import adopt, is_foreign, run_shared_ahead
 from slipstream.moe.layer import Experts, mark_experts
 from slipstream.moe.listed import ListedExperts, adopt_list, experts_in, why_whole
 from slipstream.moe.routers import keys_of_routers, set_routers
+from slipstream.parallel.cuts import model_types
 from slipstream.parallel.exchange import Exchange
-from slipstream.parallel.slicing import model_types
 from slipstream.world.mesh import Axis, Differs, Mesh, Split
 from slipstream.zero.leaves import Part, Ranges, cuts_of, is_quantized, mark_part, parts_of, take
 from slipstream.zero.recording import keep_source

@@ -27,8 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from slipstream.config.plan import TensorPlan
+from slipstream.parallel.cuts import has_plan
 from slipstream.parallel.exchange import Exchange, LocalExchange, connect_activations
-from slipstream.parallel.slicing import has_plan, is_transposed, slice_model
+from slipstream.parallel.slicing import is_transposed, slice_model
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import Watch
 from slipstream.zero.comm import Pending

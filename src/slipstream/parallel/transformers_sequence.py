@@ -27,8 +27,8 @@ from slipstream.parallel.exchange import Exchange, LocalExchange, without_values
 from slipstream.parallel.ring import Mask, Span, deal_spans, ring_attention
 from slipstream.parallel.same_inputs import INPUTS, check_alike, checksum
 from slipstream.parallel.sequence import deal_heads, sequence_mean, ulysses_attention
-from slipstream.parallel.slicing import ShiftedLoss, calls_loss_function
 from slipstream.parallel.tensor import Slices, vocab_parallel_cross_entropy
+from slipstream.parallel.vocabulary_loss import ShiftedLoss, calls_loss_function
 from slipstream.world.mesh import Axis, gather_objects
 from slipstream.zero.hooks import eager
 

@@ -25,11 +25,12 @@ from slipstream.optim.onebit import OneBitSteps
 from slipstream.optim.onebit_lamb import OneBitLambSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
+from slipstream.parallel.cuts import has_own_cuts, has_slices
 from slipstream.parallel.huggingface import PipelinedDecoder
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.mpu import is_marked, layout_of, mark_marked, places_of
 from slipstream.parallel.same_inputs import check_first_inputs
-from slipstream.parallel.slicing import has_own_cuts, has_slices, slice_model, wanted_size
+from slipstream.parallel.slicing import slice_model, wanted_size
 from slipstream.parallel.tensor import Slices
 from slipstream.parallel.topology import check_places
 from slipstream.parallel.transformers_sequence import Sequences, serve_sequences
