@@ -28,6 +28,7 @@ class Logprob(NamedTuple):
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int = 30
 
 
 class Output(NamedTuple):

@@ -140,11 +140,13 @@ def test_forms_of_templates(template: str, text: str) -> None:
         (False, "No <think>thought</think>", ("", "No <think>thought</think>")),
         (False, " <thin", ("", " <thin")),
         (False, "<think></think>\n{}", ("", "{}")),
+        (True, "I see\n<tool_call>{}</tool_call>", ("I see", "<tool_call>{}</tool_call>")),  # the second mark is forgotten
+        (False, "<think>I see <tool</think> <tool_call>", ("I see <tool", "<tool_call>")),
     ],
 )
 def test_thoughts(begun: bool, text: str, expected: tuple[str, str]) -> None:
     for size in (1, 2, 5, 100):
-        thoughts, parts = Thoughts(("<think>", "</think>"), begun), ["", ""]
+        thoughts, parts = Thoughts(("<think>", "</think>"), begun, "<tool_call>"), ["", ""]
         for piece, last in [*((text[start : start + size], False) for start in range(0, len(text), size)), ("", True)]:
             parts = [old + new for old, new in zip(parts, thoughts.push(piece, last=last), strict=True)]
         assert tuple(parts) == expected, size

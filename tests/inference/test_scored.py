@@ -28,6 +28,7 @@ def test_scores_are_the_model_s(family: str) -> None:
         for place, entry in enumerate(answer.prompt_logprobs[1:]):
             assert entry.token_id == prompt[place + 1]
             assert abs(entry.logprob - expected[place, entry.token_id]) < 1e-3
+            assert (expected[place] > entry.logprob + 1e-3).sum() < entry.rank <= (expected[place] > entry.logprob - 1e-3).sum()
             best = expected[place].topk(2)
             assert [token for token, _ in entry.top] == best.indices.tolist()
             assert torch.allclose(torch.tensor([value for _, value in entry.top]), best.values, atol=1e-3)

@@ -39,6 +39,7 @@ from openai.types import completion_create_params as openai_completion  # noqa: 
 from openai.types.chat import completion_create_params as openai_chat  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
+import slipstream  # noqa: E402
 from slipstream.inference import tls  # noqa: E402
 from slipstream.inference.server import DeadEngineError, check, create_app, generation, serve  # noqa: E402
 from slipstream.inference.server.answers import CompletionFormat, join  # noqa: E402
@@ -210,6 +211,7 @@ def test_tokens_in_logprobs_are_told_apart() -> None:
 
 def test_parameters_reach_the_engine(ai: Any, engine: FakeEngine) -> None:
     more = {"stop_token_ids": [7], "priority": -2, "include_stop_str_in_output": True, "skip_special_tokens": False}
+    more |= {"allowed_token_ids": [5, 6], "bad_words": ["no"], "thinking_token_budget": 8}
     ai.chat.completions.create(
         model="fake/model",
         messages=[{"role": "user", "content": "one"}],
@@ -230,6 +232,7 @@ def test_parameters_reach_the_engine(ai: Any, engine: FakeEngine) -> None:
     assert (params.top_k, params.min_p, params.repetition_penalty, params.min_tokens) == (4, 0.1, 1.1, 2)
     assert (params.ignore_eos, params.stop_token_ids, params.logprobs, params.json_schema) == (True, (7,), None, None)
     assert (params.include_stop_str_in_output, params.skip_special_tokens) == (True, False)
+    assert (params.allowed_token_ids, params.bad_words, params.thinking_token_budget) == ((5, 6), ("no",), 8)
     ai.chat.completions.create(model="fake/model", messages=[{"role": "user", "content": "one"}])
     assert engine.submitted[-1][0].max_tokens == engine.max_context - len("<user>one")
 
@@ -416,6 +419,9 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"stop": ["x", "y" * 1025]}, "stop", "1,024 characters"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty", "is 1e-40; it must be between 0.01 and 100"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "1,024 token ids"),
+        ({"bad_words": ["x" * 257]}, "bad_words", "of at most 256 characters"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "at least one token"),
+        ({"truncate_prompt_tokens": 4090}, "truncate_prompt_tokens", "is 4090; it must be -1, or 1 to 4046, .* for 50 more"),
         ({"min_tokens": 60}, "min_tokens", "more than max_tokens"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
@@ -968,6 +974,7 @@ def test_health_and_metrics(address: str, engine: FakeEngine) -> None:
     assert call(address, "GET", "/health").status == 503
     engine.healthy = True
     assert json.loads(call(address, "GET", "/load").body) == {"server_load": 0}
+    assert json.loads(call(address, "GET", "/version").body) == {"version": slipstream.__version__}
     reply = call(address, "GET", "/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     text = reply.body.decode()

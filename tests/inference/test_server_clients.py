@@ -236,15 +236,18 @@ def test_prompts_are_scored(address: str) -> None:
         body = json.loads(post(address, path, prompt_logprobs=1).body)
         first, second, *_ = (body if path == CHAT else body["choices"][0])["prompt_logprobs"]  # where vLLM has them
         assert first is None and {"logprob": -1.0, "rank": 1, "decoded_token": "a"} in second.values()
+        assert {"logprob": -2.0, "rank": 30, "decoded_token": "u" if path == CHAT else "i"} in second.values()
     # 4,000 tokens x 128 choices x 21 entries would be gigabytes of objects on the event loop
     error = post(address, COMPLETIONS, prompt="a" * 4000, n=128, prompt_logprobs=20).error
     assert error["param"] == "prompt_logprobs" and "10,752,000 entries" in error["message"]
-    for path, num, fields in (
-        (COMPLETIONS, 64 * 20_000, {"prompt": ["a" * 20_000] * 2, "n": 32}),
-        (CHAT, 64 * 20_006, {"messages": [USER | {"content": "a" * 20_000}], "n": 64, "stream": True}),
+    long = {"prompt": ["a" * 20_000] * 2, "n": 32}
+    for path, param, num, fields in (
+        (COMPLETIONS, "return_token_ids", 64 * 20_000, long),
+        (COMPLETIONS, "echo", 64 * 20_000, long),
+        (CHAT, "return_token_ids", 64 * 20_006, {"messages": [USER | {"content": "a" * 20_000}], "n": 64, "stream": True}),
     ):
-        error = post(address, path, return_token_ids=True, **fields).error
-        assert error["param"] == "return_token_ids" and f"{num:,} entries" in error["message"]
+        error = post(address, path, **{param: True}, **fields).error
+        assert error["param"] == param and f"{num:,} entries" in error["message"]
 
 
 def test_the_tokens_of_prompt_and_answer_are_returned(address: str) -> None:

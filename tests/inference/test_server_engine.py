@@ -83,6 +83,27 @@ def test_what_cannot_constrain_is_refused_by_the_field_that_was_sent(fields: dic
             assert (reply.status, reply.error["param"]) == (400, "text.format"), reply.body
 
 
+def test_fields_of_vllm_that_forbid_and_cut() -> None:
+    with served() as (engine, address):
+
+        def answer(prompt: str | list[int] = "hello", **fields: Any) -> Any:
+            more = {"prompt": prompt, "max_tokens": 9, "temperature": 0, "return_token_ids": True, **fields}
+            return json.loads(call(address, "POST", "/v1/completions", json.dumps(more)).body)
+
+        [choice] = answer(allowed_token_ids=[*b"abc"])["choices"]
+        first = choice["text"]
+        assert len(first) == 9 and set(first) <= set("abc")
+        [choice] = answer(allowed_token_ids=[*b"abc"], bad_words=[first[:3], first[3]])["choices"]
+        assert choice["text"].startswith(first[:2]) and not {first[:3], first[3]} & {choice["text"][:3], *choice["text"]}
+        for prompt in ("hello", [*b"hello"]):
+            for cut, side, kept in ((2, "left", "lo"), (2, "right", "he"), (5, "left", "hello"), (-1, "left", "hello")):
+                asked = {"truncate_prompt_tokens": cut, "truncation_side": side}
+                assert answer(prompt, **asked)["choices"][0]["prompt_token_ids"] == [*kept.encode()]
+        [choice] = answer("x" * 500, truncate_prompt_tokens=-1)["choices"]
+        assert choice["prompt_token_ids"] == [*b"x"] * (engine.max_context - 9)
+        assert "thinking_token_budget needs a model whose" in answer(thinking_token_budget=3)["error"]["message"]
+
+
 def fields_of(number: int) -> dict[str, Any]:
     prompt = f"{'the same beginning ' * (number % 3)}client {number}"
     return {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0.9 * (number % 2), "seed": number}

@@ -243,6 +243,26 @@ def test_forbidden_tokens() -> None:
     assert token(request(top_k=3, top_p=0.5, min_p=0.1), mask=bitmask([4000, 4500])) in (4000, 4500)
     assert token(request(min_tokens=3), mask=bitmask([9, 4000])) == 4000
     assert token(request(min_tokens=3), mask=bitmask([9])) == 9, "a grammar that is complete ends before min_tokens"
+    assert token(request(allowed_token_ids=(40, 8))) in (8, 40)
+
+
+def test_words_and_reasoning_that_must_not_go_on() -> None:
+    """As in vLLM: a word's last token is forbidden where the others were generated, not where the prompt has them; reasoning
+    that has used its budget is closed, whether the prompt or the model began it. Draft tokens count as generated."""
+    sampler, logits = Sampler(VOCAB), torch.arange(VOCAB).unsqueeze(0).flip(1) * 1.0  # the likeliest tokens are 0, 1, 2
+
+    def token(draft: tuple[int, ...] = (), mask: Tensor | None = None, **fields: Any) -> int:
+        budget = {"thinking_token_budget": 2} if "thought_marks" in fields else {"bad_words": ("x",)}
+        req = Request(id="r", tokens=[0, 1], params=SamplingParams(temperature=0, **budget), **fields)
+        req.tokens += [5] if draft else []
+        return sampler.sample(logits, [LogitsRow(req, draft, mask)])[0].token
+
+    words = {"bad_words": [[0], [5, 6, 1], [0, 1, 2], [3]]}
+    assert [token(**words), token(draft=(6,), **words), token(draft=(6, 6), **words)] == [1, 2, 1]
+    begun, not_begun = {"thought_marks": (1, 50)}, {"thought_marks": (5, 50)}
+    assert [token(draft, **begun) for draft in ((), (6,), (50,), (50, 1), (50, 1, 6, 6))] == [0, 50, 0, 0, 50]
+    assert [token(draft, **not_begun) for draft in ((), (6,), (6, 6), (6, 6, 6))] == [0, 0, 50, 50]
+    assert token((6,), bitmask([8]), **begun) == 8, "a grammar decides where the mark may be"
 
 
 def test_a_row_without_a_possible_token_has_none() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from slipstream.inference.text import GGUF_SPLITS, StopStrings, Stream, Tokenizer
 
@@ -222,6 +222,22 @@ def test_a_folder(tmp_path: Path) -> None:
 )
 def test_whether_a_template_reads_tools(templates: dict[str, str], tells: bool) -> None:
     assert Tokenizer(BACKEND, templates=templates).supports_tools is tells
+
+
+def test_texts_are_cut_and_words_spelled_with_the_special_tokens_of_a_prompt() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.cut(TEXT, 9, "left", special=True) == ids[-9:] and tokenizer.cut(TEXT, 9, "right", special=False) == ids[:9]
+    assert tokenizer.cut("a", 9, "left", special=True) == tokenizer.encode("a")
+    backend = Backend.from_str(BACKEND.to_str())
+    backend.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    assert Tokenizer(backend).cut(TEXT, 9, "left", special=True) == [1, *ids[-8:]]
+    assert Tokenizer(backend).cut(TEXT, 9, "left", special=False) == ids[-9:]
+    assert [tokenizer.decode(one) for one in tokenizer.spellings([" world", "x", "the"])] == ["world", " world", "x", " x", "the"]
+    with pytest.raises(ValueError, match="bad_words has ' ', which has no tokens"):
+        tokenizer.spellings([" "])
+    with pytest.raises(ValueError, match="thinking_token_budget needs a model whose chat template has <think> and </think>"):
+        tokenizer.thought_marks  # noqa: B018
 
 
 def test_a_gguf_file() -> None:

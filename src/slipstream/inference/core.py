@@ -33,28 +33,38 @@ def _text(value: Any) -> str:
     return value
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(map(_text, value))
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    return tuple(map(operator.index, value if isinstance(value, Iterable) else (value,)))
+
+
 # Sampling settings -> (function that converts a given value, or raises TypeError or ValueError; what the value must be). Integers
 # become Python's own, because the arithmetic of seeds overflows numpy's.
 _FORMS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     **dict.fromkeys(
-        ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed"), (operator.index, "a whole number")
+        ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed", "thinking_token_budget"),
+        (operator.index, "a whole number"),
     ),
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), (_number, "a number")
     ),
     "logit_bias": (lambda given: {operator.index(one): _number(bias) for one, bias in dict(given).items()}, "numbers by token id"),
-    "stop": (lambda given: (given,) if isinstance(given, str) else tuple(map(_text, given)), "a text, or several"),
-    "stop_token_ids": (lambda given: tuple(map(operator.index, given if isinstance(given, Iterable) else (given,))), "token ids"),
+    **dict.fromkeys(("stop", "bad_words"), (_texts, "a text, or several")),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), (_tokens, "token ids")),
     "json_schema": (lambda given: json.dumps(given) if isinstance(given, Mapping) else _text(given), "a JSON schema"),
     "grammar": (_text, "a text"),
 }
-_OPTIONAL = ("logprobs", "prompt_logprobs", "seed", "json_schema", "grammar")
+_OPTIONAL = ("logprobs", "prompt_logprobs", "seed", "json_schema", "grammar", "allowed_token_ids", "thinking_token_budget")
 _BETWEEN: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 2)),
     **dict.fromkeys(("logprobs", "prompt_logprobs"), (0, 20)),
+    "thinking_token_budget": (0, math.inf),
 }
 
 
@@ -89,6 +99,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is sampled
+    bad_words: tuple[str, ...] = ()  # texts of which, in the tokens of each alone or after a space, the last token is never sampled
+    thinking_token_budget: int | None = None  # after so many tokens of reasoning its closing mark is sampled
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -119,6 +132,8 @@ class SamplingParams:
             ("top_p", self.top_p, "above 0 and at most 1", 0 < self.top_p <= 1),
             ("grammar", self.grammar, "left out beside json_schema", None in (self.grammar, self.json_schema)),
             ("stop", self.stop, "no empty string", all(self.stop)),
+            ("bad_words", self.bad_words, "no empty string", all(self.bad_words)),
+            ("allowed_token_ids", self.allowed_token_ids, "at least one token, or None", self.allowed_token_ids != ()),
         ]
         for name, value, expected, valid in limits:
             if not valid:
@@ -131,9 +146,10 @@ class SamplingParams:
         return self.json_schema is not None or self.grammar is not None
 
     def edits(self, number: int) -> bool:
-        """Whether penalties, biases or min_tokens change the logits of generated token `number`."""
+        """Whether settings beside the filters change the logits of generated token `number`."""
         penalized = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return penalized or bool(self.logit_bias) or number < self.min_tokens
+        forbids = bool(self.bad_words) or self.allowed_token_ids is not None or self.thinking_token_budget is not None
+        return penalized or forbids or bool(self.logit_bias) or number < self.min_tokens
 
 
 LONGEST = 1e9  # seconds; the largest target
@@ -174,6 +190,8 @@ class Request:
     missed: bool = False  # whether it has missed its target, by the clock; only the scheduler changes `missed` and `token_at`
     token_at: float = 0.0  # when it got its last token
     elsewhere: int = 0  # tokens that the tenant got from other engines while another tenant had requests at this engine
+    bad_words: Sequence[Sequence[int]] = ()  # the tokens of params.bad_words
+    thought_marks: tuple[int, int] = (-1, -1)  # the tokens that open and close reasoning, for params.thinking_token_budget
     adapter: Any = None  # the adapter that the runner applies (`adapters.Packed`)
     arrival: float = 0.0  # seconds, of one clock for all requests
     seed: int = 0  # params.seed, or a random one

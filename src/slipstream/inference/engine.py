@@ -73,6 +73,7 @@ class Logprob(NamedTuple):
     token_id: int
     logprob: float
     top: Sequence[tuple[int, float]]  # (token id, logprob) of the params.logprobs most likely tokens, descending
+    rank: int = 0  # 1: the most likely token
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class _Sequence:
                 text += self._pass(self.stream.finish())
             text += self.stops.finish()
             usage = Usage(self.request.num_prompt, self.request.num_cached, self.num_reported)
-        logprobs = tuple(Logprob(token, value, top) for token, value, top in tokens if value is not None)
+        logprobs = tuple(Logprob(one.token, one.logprob, one.top, one.rank) for one in tokens if one.logprob is not None)
         return Output(self.index, text, tuple(sampled.token for sampled in tokens), logprobs, finish, usage)
 
 
@@ -289,7 +290,7 @@ class Engine:
         (`core.Target`). `waited`: seconds already spent waiting elsewhere. Raises ValueError if the request can never be served,
         QueueFullError if the queue is full, ClosedError if the engine accepts no requests."""
         ids, target = self.encode(prompt), target_of(first_within, wait_within)
-        self._check(ids, params, n)
+        forbids = self._check(ids, params, n)
         with self._lock:
             self._check_open()
             used, salt = self._adapter(adapter, salt)
@@ -309,6 +310,7 @@ class Engine:
                 tenant=tenant,
                 elsewhere=elsewhere,
                 target=target,
+                **forbids,
                 adapter=used,
                 arrival=now - waited,
                 seed=seed + index,
@@ -439,14 +441,23 @@ class Engine:
         assert self.tokenizer is not None, "`_check` refuses schemas without a tokenizer"
         return Grammars(self.tokenizer, self.runner.vocab_size)
 
-    def _check(self, ids: Sequence[int], params: SamplingParams, n: int) -> None:
-        if self.tokenizer is None and (params.stop or params.constrained):
-            raise ValueError("stop strings, json_schema and grammar need a tokenizer, and this engine has none")
+    def _check(self, ids: Sequence[int], params: SamplingParams, n: int) -> dict[str, Any]:
+        """The fields of a request with the tokens of what `params` has as text. Raises ValueError for what cannot be served."""
+        has_text = params.stop or params.bad_words or params.constrained or params.thinking_token_budget is not None
+        if self.tokenizer is None and has_text:
+            needing = "stop strings, bad_words, thinking_token_budget, json_schema and grammar"
+            raise ValueError(f"{needing} need a tokenizer, and this engine has none")
         if n < 1:
             raise ValueError(f"n is {n}; it must be at least 1")
         if unknown := [token for token in ids if not 0 <= token < self.runner.vocab_size]:
             raise ValueError(f"the prompt has token {unknown[0]}; this model's tokens are 0 to {self.runner.vocab_size - 1}")
         self._sampler.check(params)
+        fields: dict[str, Any] = {}
+        if self.tokenizer is not None and params.bad_words:
+            fields["bad_words"] = self.tokenizer.spellings(params.bad_words)
+        if self.tokenizer is not None and params.thinking_token_budget is not None:
+            fields["thought_marks"] = self.tokenizer.thought_marks
+        return fields
 
     def _check_open(self, *, changing: bool = False) -> None:
         """Raise ClosedError unless requests are accepted. Hold the lock. `changing`: the caller replaces the weights."""
@@ -696,8 +707,8 @@ class Engine:
         scored[:] = scored or [None]
         first, last = max(chunk.start, len(scored) - 1), min(chunk.stop, request.num_prompt - 1)
         rows = logits[place + first - chunk.start : place + last - chunk.start]
-        for token, value, top in self._sampler.score(rows, request.tokens[first + 1 : last + 1], num):
-            scored.append(None if value is None else Logprob(token, value, top))
+        for token, value, top, rank in self._sampler.score(rows, request.tokens[first + 1 : last + 1], num):
+            scored.append(None if value is None else Logprob(token, value, top, rank))
 
     def _commit(self, batch: Batch, drawn: dict[Request, list[Sampled] | str]) -> None:
         """Commit the results to the requests. The scheduler frees the blocks of finished ones."""

@@ -10,12 +10,13 @@ rounding decides. numpy is the fallback without a compiler.
 `drafts.accept` keeps samples up to the first that differs from the draft. So a kept sample was drawn from the model's distribution
 after exactly the tokens before it. The text is not only equally distributed as without a draft: it is the same text.
 
-Order, as in transformers: repetition, presence and frequency penalties, logit_bias, forbidden tokens (min_tokens, mask); then
-temperature, top-k, top-p, min-p. Log-probabilities are of the raw logits, before all of these, as in OpenAI's API.
+Order, as in transformers: repetition, presence and frequency penalties, logit_bias, forbidden tokens (bad_words,
+allowed_token_ids, thinking_token_budget, min_tokens, mask); then temperature, top-k, top-p, min-p. Log-probabilities are of the raw
+logits, before all of these, as in OpenAI's API.
 
-[Note: Edits] Penalties, bias and min_tokens change the logits of a few tokens, by index arrays that are kept per request until
-`forget`. They are derived from the request's tokens, which only grow. Each new token is counted once, a preemption changes nothing,
-and draft tokens are counted for their row only.
+[Note: Edits] Penalties, bias and forbidden tokens change the logits by index arrays that are kept per request until `forget`. They
+are derived from the request's tokens, which only grow. Each new token is counted once, a preemption changes nothing, and draft
+tokens are counted for their row only.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Sampled(NamedTuple):
     token: int  # -1: no token can be drawn, because logits are not finite or every token is forbidden
     logprob: float | None = None  # None if not requested
     top: Sequence[tuple[int, float]] = ()  # (token, logprob) of the params.logprobs most likely tokens, descending
+    rank: int = 0  # 1: the most likely; of equal ones the last rank, as in vLLM. 0 without a logprob
 
 
 class _Sampling(ctypes.Structure):
@@ -126,9 +128,16 @@ class _Edits:
         self._tokens: Ids = np.empty(vocab_size if self._penalized else 0, np.int64)  # memory pages are allocated as it fills
         self._tokens[: len(distinct)] = [*distinct]
         self._counts: Ids = np.zeros(len(self._tokens), np.int64)  # how often each was generated
+        self._bad_words = [[*word] for word in request.bad_words]
+        self._longest = max(map(len, self._bad_words), default=1)
+        self._budget, (self._opening, self._closing) = params.thinking_token_budget, request.thought_marks
+        everything, allowed = np.arange(vocab_size), params.allowed_token_ids
+        self._others: Ids = np.delete(everything, slice(None) if allowed is None else list(allowed))
+        self._unclosed: Ids = np.delete(everything, slice(None) if self._budget is None else self._closing)
+        self._read, self._opened = 0, -1  # tokens searched for the marks of reasoning, and where it began; -1: it is closed
 
     def apply(self, logits: Floats, row: LogitsRow) -> list[tuple[Ids, Floats]]:
-        """Apply penalties, bias and min_tokens in place. Returns the changed tokens and their previous logits, in order."""
+        """Change the logits in place. Returns the changed tokens and their previous logits, in order."""
         before: list[tuple[Ids, Floats]] = []
         if self._penalized:
             tokens = row.request.tokens
@@ -144,10 +153,38 @@ class _Edits:
         if len(self._biased):
             before.append((self._biased, logits[self._biased]))
             logits[self._biased] += self._biases
+        forbidden = [self._last_tokens(row), self._others]
         if _number(row) < row.request.params.min_tokens and not self._must_end(row.mask, len(logits)):
-            before.append((self._ends, logits[self._ends]))
-            logits[self._ends] = -np.inf
+            forbidden.append(self._ends)
+        if self._must_close(row):
+            forbidden.append(self._unclosed)
+        for ids in forbidden:
+            before.append((ids, logits[ids]))
+            logits[ids] = -np.inf
         return before
+
+    def _last_tokens(self, row: LogitsRow) -> Ids:
+        """The last tokens of bad words whose other tokens have just been generated."""
+        request = row.request
+        past = [*request.tokens[max(request.num_prompt, len(request.tokens) - self._longest) :], *row.draft]
+        last = [word[-1] for word in self._bad_words if past[max(0, len(past) - len(word) + 1) :] == word[:-1]]
+        return np.array(last, np.int64)
+
+    def _must_close(self, row: LogitsRow) -> bool:
+        """Whether the reasoning has used its budget. Inside a character, a grammar does not allow the closing mark yet."""
+        if self._budget is None:
+            return False
+        tokens = row.request.tokens
+        self._opened, self._read = self._reasons_from(tokens[self._read :], self._read, self._opened), len(tokens)
+        opened = self._reasons_from(row.draft, len(tokens), self._opened)
+        spent = opened >= 0 and len(tokens) + len(row.draft) - opened >= self._budget
+        return spent and (row.mask is None or bool(int(row.mask[self._closing // 32]) >> self._closing % 32 & 1))
+
+    def _reasons_from(self, tokens: Sequence[int], start: int, opened: int) -> int:
+        """Where the reasoning that is not closed after `tokens`, which begin at position `start`, began; -1: there is none."""
+        for place, token in enumerate(tokens, start + 1):
+            opened = place if token == self._opening else -1 if token == self._closing else opened
+        return opened
 
     def _must_end(self, mask: Tensor | None, vocab_size: int) -> bool:
         """Whether the mask allows only end tokens, as after complete JSON; this overrides min_tokens."""
@@ -185,7 +222,8 @@ class Sampler:
 
     def check(self, params: SamplingParams) -> None:
         """Raise ValueError for token ids that the model does not have. Called when a request is submitted."""
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        given = {name: getattr(params, name) or () for name in ("logit_bias", "stop_token_ids", "allowed_token_ids")}
+        for name, ids in given.items():
             if unknown := [token for token in ids if not 0 <= token < self.vocab_size]:
                 raise ValueError(f"{name} has token {unknown[0]}; this model's tokens are 0 to {self.vocab_size - 1}")
 
@@ -350,4 +388,5 @@ def _with_logprobs(raw: Floats, token: int, num: int, scratch: Floats) -> Sample
     if num:
         ids = np.flatnonzero(raw >= np.partition(raw, -num)[-num])
         top = ids[np.argsort(-raw[ids], kind="stable")][:num].tolist()
-    return Sampled(token, float(raw[token]) - total, [(t, float(raw[t]) - total) for t in top])
+    likeliest, rank = [(t, float(raw[t]) - total) for t in top], int(np.count_nonzero(raw >= raw[token]))
+    return Sampled(token, float(raw[token]) - total, likeliest, rank)

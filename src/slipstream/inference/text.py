@@ -42,6 +42,11 @@ SHOWN = frozenset(("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
+def reasoning_marks(template: str) -> tuple[str, str] | None:
+    """The marks around the reasoning of a model with this chat template, if it reasons."""
+    return next((marks for marks in MARKS if marks[1] in template), None)
+
+
 class TooLongError(ValueError):
     """A text exceeds the allowed number of tokens."""
 
@@ -172,6 +177,12 @@ class Tokenizer:
             return list(self.backend.encode(text, add_special_tokens=special).ids)
         return list(self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
+    def cut(self, text: str, most: int, side: str, *, special: bool) -> list[int]:
+        """As `encode`, without the tokens of the text at its `side` ("left" or "right") that exceed `most` tokens in all."""
+        [whole] = self.backend.encode_batch([text], add_special_tokens=False)
+        whole.truncate(max(most - self.backend.num_special_tokens_to_add(is_pair=False) * special, 0), direction=side)
+        return list(self.backend.post_process(whole, add_special_tokens=special).ids)
+
     def pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
         """The tokens of two texts as one, and the type of each token. `most`: a limit, for which the longer is cut first."""
         encode = self.backend.encode_batch if len(first) + len(second) >= LONG else self._encode_each  # encode_batch frees the GIL
@@ -239,6 +250,27 @@ class Tokenizer:
     def template(self) -> str:
         """The source of the chat template that renders tools; "" if there is none."""
         return self.templates.get(self._template_name(True), "")
+
+    @property
+    def thought_marks(self) -> tuple[int, int]:
+        """The tokens that open and close the model's reasoning. Raises ValueError if there are none."""
+        marks = reasoning_marks(self.template) or MARKS[0]
+        if not self.marks.keys() >= set(marks):
+            raise ValueError(
+                f"thinking_token_budget needs a model whose chat template has {marks[0]} and {marks[1]}, each one token"
+            )
+        return self.marks[marks[0]], self.marks[marks[1]]
+
+    def spellings(self, words: Iterable[str]) -> list[list[int]]:
+        """The tokens of each word at the beginning of a text, and after a space if that changes only the first, as in vLLM's
+        bad_words. Raises ValueError for a word without tokens."""
+        found: list[list[int]] = []
+        for word in words:
+            first, spaced = (self.encode(space + word.lstrip(), special=False) for space in ("", " "))
+            if not first:
+                raise ValueError(f"bad_words has {word!r:.100}, which has no tokens")
+            found += [first, spaced] if len(spaced) == len(first) and spaced[0] != first[0] else [first]
+        return found
 
     @cached_property
     def variables(self) -> frozenset[str]:

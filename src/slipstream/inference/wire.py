@@ -201,8 +201,8 @@ def output_of(packed: Sequence[Any]) -> Output:
     )
 
 
-def _logprob(token: int, value: float, top: Sequence[Sequence[Any]]) -> Logprob:
-    return Logprob(token, value, [(other, likely) for other, likely in top])
+def _logprob(token: int, value: float, top: Sequence[Sequence[Any]], rank: int) -> Logprob:
+    return Logprob(token, value, [(other, likely) for other, likely in top], rank)
 
 
 def packed_params(params: SamplingParams) -> dict[str, Any]:

@@ -161,8 +161,8 @@ class ChoicesFormat(Format):
 
     def _ranked(self, entry: Logprob) -> dict[str, PromptLogprob]:
         """Token id -> log-probability, for the likeliest tokens and the prompt's own."""
-        ranks: dict[int, tuple[float, int | None]] = {token: (value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
-        ranks.setdefault(entry.token_id, (entry.logprob, None))
+        ranks = {token: (value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
+        ranks.setdefault(entry.token_id, (entry.logprob, entry.rank))
         return {
             str(token): PromptLogprob(
                 logprob=_finite(value), rank=rank, decoded_token=self.tokenizer.token_bytes(token).decode("utf-8", "replace")
@@ -284,6 +284,7 @@ class ChatFormat(ChoicesFormat):
         self.num_reasoned = 0  # tokens between the marks of reasoning, of all choices, if each mark is one token
         thinking, marks = self.thinking, self.tokenizer.marks
         self._counts = thinking is not None and all(mark in marks for mark in thinking.marks[thinking.begun :])
+        self._call_mark = self.calls.open if self.allowed and self.calls is not None else ""  # it ends reasoning too
         self._reasons: dict[int, bool | None] = {}  # choice -> whether its next token is one of them; None: no text yet
         self._thoughts: dict[int, Thoughts] = {}
         self._finders: dict[int, CallFinder] = {}
@@ -374,17 +375,17 @@ class ChatFormat(ChoicesFormat):
             return "", part
         if self._counts:
             self._count(part, self.thinking)
-        thoughts = self._thoughts.setdefault(part.index, Thoughts(*self.thinking))
+        thoughts = self._thoughts.setdefault(part.index, Thoughts(*self.thinking, self._call_mark))
         thought, text = thoughts.push(part.text, last=part.finish is not None)
         return thought, replace(part, text=text)
 
     def _count(self, part: Output, thinking: Thinking) -> None:
         """Count tokens of reasoning, which is where `Thoughts` finds it: at the beginning, once."""
-        opening, closing = map(self.tokenizer.marks.get, thinking.marks)
+        opening, *ends = map(self.tokenizer.marks.get, (*thinking.marks, self._call_mark))
         reasons = self._reasons.get(part.index, thinking.begun or None)
         for token in part.token_ids:
             if reasons:
-                reasons = token != closing
+                reasons = token not in ends
                 self.num_reasoned += reasons
             elif reasons is None and (token == opening or self._written(token).strip()):
                 reasons = token == opening

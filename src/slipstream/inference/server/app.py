@@ -36,6 +36,7 @@ from slipstream.inference.server.bodies import (
     ScoreBody,
     TextBody,
     TokensBody,
+    VersionBody,
 )
 from slipstream.inference.server.errors import ErrorBody, RequestError
 from slipstream.inference.server.gate import AdmissionGate, check_origins, refusal
@@ -165,6 +166,7 @@ def _add_routes(app: FastAPI, front: Front) -> None:
     add("GET", "/health", status.health, responses={200: {"model": HealthBody}, 503: unready}, openapi_extra={"security": []})
     add("HEAD", "/health", status.health, include_in_schema=False)
     add("GET", "/load", status.load, responses={200: {"model": LoadBody}})
+    add("GET", "/version", status.version, responses={200: {"model": VersionBody}})
     add("GET", "/metrics", status.metrics, response_class=PlainTextResponse)
     for method in ("GET", "HEAD"):
         add(method, "/", status.chat_page, include_in_schema=False)

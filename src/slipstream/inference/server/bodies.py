@@ -32,7 +32,7 @@ class CompletionLogprobs(TypedDict):
 
 class PromptLogprob(TypedDict):
     logprob: float
-    rank: int | None  # None: not among the requested likeliest tokens
+    rank: int  # 1: the likeliest of all tokens
     decoded_token: str
 
 
@@ -165,6 +165,10 @@ class TokensBody(TypedDict):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
+
+
+class VersionBody(TypedDict):
+    version: str
 
 
 class TextBody(TypedDict):

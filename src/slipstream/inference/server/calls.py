@@ -75,10 +75,11 @@ class CallFinder:
 
 
 class Thoughts:
-    """Splits a choice's output into the reasoning between two marks and the rest. `begun`: the prompt ends with the first mark."""
+    """Splits a choice's output into the reasoning between two marks and the rest. `begun`: the prompt ends with the first mark.
+    `call`: the mark of a call, which begins the rest if the second mark is forgotten ("": none)."""
 
-    def __init__(self, marks: tuple[str, str], begun: bool) -> None:
-        self.marks = marks
+    def __init__(self, marks: tuple[str, str], begun: bool, call: str = "") -> None:
+        self.marks, self._call = marks, call
         self._mark = marks[1] if begun else marks[0]  # the mark that comes next; "" after the second
         self._text = ""
         self._fresh = True  # only white space since the last mark, which is dropped
@@ -97,7 +98,10 @@ class Thoughts:
                 return "", ""
         if self._mark:
             before, found, after = self._text.partition(self._mark)
-            end = len(before) if found or last else len(before) - overlap(before, self._mark)
+            if self._call and self._call in before:
+                before, found, _ = before.partition(self._call)
+                after = self._text[len(before) :]
+            end = len(before) if found or last else len(before) - max(overlap(before, mark) for mark in (self._mark, self._call))
             end = len(before[:end].rstrip())  # white space before the mark is dropped
             thoughts, self._text = self._new(before[:end]), before[end:]
             if not found:

@@ -15,7 +15,7 @@ from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import Constraints, Lark, dumps, structured
 from slipstream.inference.server.requests import MAX_MESSAGES, NOT_SERVED, Empty, Fields, Never, SampledFields, explained, wrong
 from slipstream.inference.server.state import MAX_IDS, Caller, Prepared, Serving, check_entries
-from slipstream.inference.text import MARKS, Tokenizer
+from slipstream.inference.text import Tokenizer, reasoning_marks
 
 
 class TextPart(Fields):
@@ -220,10 +220,10 @@ def prepare(server: Serving, request: ChatRequest, caller: Caller) -> Prepared:
     """Raises RequestError."""
     server.check_number(1, request.n or 1)
     text, unread = _render(server, request)
-    prompt = server.encode(text, "messages", special=False)
+    requested = next((limit for limit in (request.max_completion_tokens, request.max_tokens) if limit and limit > 0), None)
+    prompt = server.encode(text, "messages", special=False, cut=request.cut(server.engine.max_context, requested))
     if request.return_token_ids and request.stream:
         check_entries(len(prompt) * (request.n or 1), "return_token_ids", MAX_IDS)
-    requested = next((limit for limit in (request.max_completion_tokens, request.max_tokens) if limit and limit > 0), None)
     thinking = _thinking(server.tokenizer, text)
     constraints, free = _constraints(server, request, thinking)
     params = request.sampling(
@@ -297,10 +297,8 @@ def _marked(content: Any, mark: str) -> Any:
 
 def _thinking(tokenizer: Tokenizer, prompt: str) -> Thinking | None:
     """The marks around reasoning in the model's output, if its chat template has any. `begun`: the prompt opens it."""
-    for opening, closing in MARKS:
-        if closing in tokenizer.template:
-            return Thinking((opening, closing), prompt.rstrip().endswith(opening))
-    return None
+    marks = reasoning_marks(tokenizer.template)
+    return None if marks is None else Thinking(marks, prompt.rstrip().endswith(marks[0]))
 
 
 def _constraints(server: Serving, request: ChatRequest, thinking: Thinking | None) -> tuple[Constraints, bool]:

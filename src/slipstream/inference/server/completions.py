@@ -33,6 +33,10 @@ class CompletionRequest(SampledFields):
             raise wrong("best_of", "best_of must be n or more, and equal to n in a stream")
         return self
 
+    def limits(self, context: int) -> tuple[int | None, int]:
+        """The tokens to generate: as many as requested, or else at most the second number, OpenAI's default."""
+        return (None, context) if self.max_tokens == -1 else (self.max_tokens, 16)
+
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, each a text or a list of token ids."""
         if isinstance(self.prompt, str):
@@ -47,13 +51,13 @@ def prepare(server: Serving, request: CompletionRequest, caller: Caller) -> Prep
     kept = request.n or 1
     width = max(kept, request.best_of or 1)
     server.check_number(len(request.prompts()), width)
-    prompts = [server.encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in request.prompts()]
+    requested, default = request.limits(server.engine.max_context)
+    cut = request.cut(server.engine.max_context, request.max_tokens if request.max_tokens is not None else default)
+    prompts = [server.encode(prompt, "prompt", cut=cut) for prompt in request.prompts()]
     if not all(prompts):
         raise RequestError("a prompt has no tokens", param="prompt")
-    if request.return_token_ids:
-        check_entries(sum(map(len, prompts)) * kept, "return_token_ids", MAX_IDS)
-    requested = None if request.max_tokens == -1 else request.max_tokens
-    default = server.engine.max_context if request.max_tokens == -1 else 16  # OpenAI's default
+    if request.return_token_ids or request.echo:
+        check_entries(sum(map(len, prompts)) * kept, "return_token_ids" if request.return_token_ids else "echo", MAX_IDS)
     scores = request.logprobs if request.echo and request.prompt_logprobs is None else request.prompt_logprobs
     params = request.model_copy(update={"prompt_logprobs": scores}).sampling(
         max_tokens=server.max_tokens(prompts, requested, default, "prompt"),

@@ -19,6 +19,7 @@ from slipstream.inference.server.errors import RequestError
 MAX_SEQUENCES = 128  # per request: prompts x n
 MAX_MESSAGES = 4096  # per chat
 MAX_SALT = 256  # characters
+MAX_WORD = 256  # characters of a bad word
 MAX_NAMED = 60  # characters of a field's name in a response
 
 # OpenAI's fields without effect here -> values that request nothing.
@@ -167,6 +168,14 @@ class SampledFields(Fields):
     min_tokens: Annotated[int | None, documented(minimum=0)] = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: Annotated[
+        Annotated[list[Annotated[str, Field(max_length=MAX_WORD)]], Field(max_length=1024)] | None,
+        explained("bad_words", f"must be a list of at most 1,024 texts, of at most {MAX_WORD} characters each"),
+    ] = None
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None  # -1: no limit
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: as many as leave room for the answer
+    truncation_side: Literal["left", "right"] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     first_within: Seconds | None = None  # the request's target: seconds to its first token; the next: between tokens
@@ -204,6 +213,18 @@ class SampledFields(Fields):
             kinds["structured_outputs.json_object"] = ("json", {"type": "object"} if given.json_object else None)
         return {name: (kind, value) for name, (kind, value) in kinds.items() if value is not None}
 
+    def cut(self, context: int, max_tokens: int | None) -> tuple[int, str] | None:
+        """How many tokens of each prompt to keep, and the side from which the others are cut; None: all. Raises RequestError."""
+        kept, room = self.truncate_prompt_tokens, context - max(1, max_tokens or 1)
+        if kept is None:
+            return None
+        if not (kept == -1 or 1 <= kept <= room):
+            message = (
+                f"truncate_prompt_tokens is {kept}; it must be -1, or 1 to {room}, which leaves room for {context - room} more"
+            )
+            raise RequestError(message, param="truncate_prompt_tokens")
+        return (room if kept == -1 else kept), self.truncation_side or "left"
+
     def format_schema(self) -> Any:
         """The JSON schema of the response format; None for text."""
         if self.response_format is None or self.response_format.type == "text":
@@ -223,11 +244,12 @@ class SampledFields(Fields):
         """Convert to sampling parameters; `defaults` replace fields that the request leaves out. Raises RequestError."""
         names = (
             *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"),
-            *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
+            *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"),
             *("include_stop_str_in_output", "skip_special_tokens"),
         )
         fields = dict(defaults or {}) | {name: value for name in names if (value := getattr(self, name)) is not None}
         fields["top_k"] = max(0, fields.get("top_k", 0))  # vLLM's -1: all
+        fields["thinking_token_budget"] = None if self.thinking_token_budget == -1 else self.thinking_token_budget
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         if self.min_tokens is not None and self.min_tokens > max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({max_tokens})", param="min_tokens")

@@ -48,7 +48,7 @@ def check_entries(num: int, param: str, most: int = MAX_ENTRIES) -> None:
     """Raise RequestError if `param` adds too many entries about the prompts' tokens to a response, which has them per choice."""
     if num > most:
         message = f"{param}: the response would have {num:,} entries about the prompts' tokens, at most {most:,} are served"
-        remedy = "send shorter or fewer prompts, or a lower n, prompt_logprobs or (with echo) logprobs, or drop return_token_ids"
+        remedy = "send shorter or fewer prompts, or a lower n or number of logprobs, or leave out echo or return_token_ids"
         raise RequestError(f"{message}; {remedy}", param=param)
 
 
@@ -262,8 +262,14 @@ class Serving:
         if prompts * n > MAX_SEQUENCES:
             raise RequestError(f"{prompts} prompts x n ({n}) is more than {MAX_SEQUENCES} sequences", param="n")
 
-    def encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
-        """`param`: the field that holds the text. Raises RequestError if the text is longer than the context."""
+    def encode(self, text: str | list[int], param: str, *, special: bool = True, cut: tuple[int, str] | None = None) -> list[int]:
+        """The tokens of a text, or tokens as they are, without those that `cut` cuts off (`SampledFields.cut`). `param`: the field
+        that holds the text. Raises RequestError if the text is longer than the context."""
+        most, side = cut or (None, "")
+        if not isinstance(text, str):
+            return text[-most:] if most is not None and side == "left" else text[:most]
+        if most is not None:
+            return self.tokenizer.cut(text, most, side, special=special)
         context = self.engine.max_context
         try:
             return self.tokenizer.encode(text, special=special, max_tokens=context)

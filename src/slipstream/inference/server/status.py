@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import re
+import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -82,6 +83,10 @@ async def health(front: Front, request: Request) -> Response:
 
 async def load(front: Front, request: Request) -> Response:
     return JSON({"server_load": front.traffic.active})
+
+
+async def version(front: Front, request: Request) -> Response:
+    return JSON({"version": sys.modules["slipstream"].__version__})
 
 
 async def metrics(front: Front, request: Request) -> Response:
