@@ -130,3 +130,41 @@ def test_some_operations_in_lines(world_size: int, transport: str) -> None:
     told = [line for line in lines if line.startswith("comm op: ")]
     form = r"comm op: all_reduce \| time \(ms\): [\d.]+ \| msg size: 1.0 KB \| algbw \(Gbps\): [\d.]+ \| busbw \(Gbps\): [\d.]+ "
     assert all(re.match(form, line) for line in told) and bool(told) is (dist.get_rank() == 0), told
+
+
+@distributed(world_size=2, transports=("gloo",))
+def test_operations_with_the_arguments_of_deepspeed(world_size: int, transport: str) -> None:
+    rank, ones = dist.get_rank(), torch.ones(4)
+    asked: dict[str, Any] = {"prof": True, "log_name": "mine", "debug": "caller"}
+    comm.configure(enabled=True, prof_all=False, prof_ops=["asked"])
+    comm.reset_log()
+    try:
+        comm.all_reduce(total := ones.clone(), op=comm.ReduceOp.SUM, group=None, async_op=False, **asked)
+        comm.all_reduce(ones.clone())
+        comm.all_reduce(ones.clone(), log_name="asked")
+        comm.all_gather_into_tensor(output_tensor=(both := torch.empty(8)), tensor=rank * ones, **asked)
+        comm.reduce_scatter_tensor(output_tensor=(half := torch.empty(2)), tensor=ones, **asked)
+        comm.all_to_all_single(output=(swapped := torch.empty(2)), tensor=torch.full((2,), float(rank)), **asked)
+        comm.broadcast(told := rank * ones, src=1, **asked)
+        comm.all_gather_object(objects := [None, None], rank, **asked)
+        comm.barrier(**asked)
+        received = torch.empty(4)
+        pair = [comm.P2POp(comm.isend, rank * ones, 1 - rank), comm.P2POp(comm.irecv, received, peer=1 - rank)]
+        for work in comm.batch_isend_irecv(pair, **asked):
+            work.wait()
+        parts = [torch.empty(2, dtype=torch.int64), torch.empty(4, dtype=torch.int64)]
+        comm.all_gather_coalesced(parts, [torch.tensor([rank]), torch.tensor([rank, 2])], async_op=True).wait()
+        assert [each.tolist() for each in (total, both, half)] == [[2.0] * 4, [0.0] * 4 + [1.0] * 4, [2.0] * 2]
+        comm.all_reduce_coalesced(sums := [ones.clone(), rank * ones])
+        assert [each.tolist() for each in sums] == [[2.0] * 4, [1.0] * 4]
+        assert (told.tolist(), swapped.tolist(), objects) == ([1.0] * 4, [0.0, 1.0], [0, 1])
+        assert received.tolist() == [1.0 - rank] * 4 and [part.tolist() for part in parts] == [[0, 1], [0, 2, 1, 2]]
+        found = comm.log_summary(return_dict=True, show_straggler=True)
+        assert found is not None and set(found["summary"]) == set(comm.get_logged_comm_ops()) == {"mine", "asked"}
+        counts = {nbytes: row["count"] for nbytes, row in found["summary"]["mine"].items()}
+        assert counts == {0: 2, 8: 1, 16: 3, 32: 2} and comm.get_comm_operation_count() == 9, counts
+        assert set(found["straggler_analysis"]) == {"mine", "asked"} and found["metadata"]["world_size"] == 2
+        comm.comms_logger.comms_dict = {}
+        assert not comm.has_comm_data() and comm.cdb.is_initialized()
+    finally:
+        comm.configure(enabled=False, prof_all=True, prof_ops=[])

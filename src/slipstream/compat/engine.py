@@ -24,7 +24,7 @@ import slipstream
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.save import agree_on_tag
 from slipstream.compat import groups, held, zero
-from slipstream.compat.comm import configured
+from slipstream.compat.comm import comms_logger, configured
 from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.moe import has_moe_layers
 from slipstream.compat.monitors import MonitorMaster
@@ -556,6 +556,8 @@ def initialize(
     serve_schedule(scheduler)
     serve_optimizer(handle)
     zero.register_engine(engine)
+    if engine.plan.traffic is not None:
+        comms_logger.use(engine.plan.traffic.model_dump())
     groups.follow(engine.mesh, engine.module)
     return engine, handle, loader, scheduler
 

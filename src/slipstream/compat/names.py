@@ -121,9 +121,13 @@ runtime.utils parallel.layers: partition_balanced partition_uniform prefix_sum_i
 runtime.activation_checkpointing.checkpointing compat.checkpointing: CudaRNGStatesTracker checkpoint configure get_cuda_rng_tracker
     is_configured model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed non_reentrant_checkpoint reset
     _CUDA_RNG_STATE_TRACKER _MODEL_PARALLEL_RNG_TRACKER_NAME _set_cuda_rng_state
-comm compat.comm: allgather_fn configure get_all_ranks_from_group get_global_rank get_local_rank get_rank get_world_group
-    get_world_size has_all_gather_into_tensor has_reduce_scatter_tensor inference_all_reduce init_distributed initialize_mesh_device
-    is_available is_initialized log_summary new_group reduce_scatter_fn
+comm compat.comm: P2POp all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced
+    all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv broadcast broadcast_object_list comms_logger configure
+    gather get_all_ranks_from_group get_comm_operation_count get_global_rank get_local_rank get_logged_comm_ops get_rank
+    get_world_group get_world_size has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager has_comm_data
+    has_reduce_scatter_tensor inference_all_reduce init_distributed initialize_mesh_device irecv is_available is_initialized isend
+    log_summary monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter
+    send
 utils compat.pickled: fragment_address
 utils compat.utils: OnDevice get_z3_leaf_modules instrument_w_nvtx log_dist logger see_memory_usage set_log_level_from_string
     set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules
@@ -180,7 +184,7 @@ _ALIASES = """
 runtime.zero: zero runtime.zero.tiling runtime.zero.mics runtime.zero.partition_parameters runtime.zero.utils
 runtime.activation_checkpointing.checkpointing: checkpointing
 checkpoint.constants: checkpoint
-comm: comm.comm dist
+comm: comm.comm comm.reduce_op dist
 profiling.flops_profiler: profiling.flops_profiler.profiler
 ops.adam: ops.adam.cpu_adam ops.adam.fused_adam
 ops.lamb: ops.lamb.fused_lamb
@@ -365,4 +369,4 @@ RUN: Mapping[str, str] = {
 }
 
 # module -> the module that provides its other names
-BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}
+BEYOND: Mapping[str, str] = {"deepspeed.comm": "slipstream.compat.comm"}

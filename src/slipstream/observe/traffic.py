@@ -11,19 +11,17 @@ import math
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import Any
 
 import torch
 
 from slipstream.observe import clock
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import Ledger, Watch
-
-if TYPE_CHECKING:
-    from slipstream.config.observing import CommsLogger
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +39,24 @@ _STRAGGLER_TITLES = ("Message Size", "Count", "Total comm lat(ms)", "Total strag
 
 
 class CommLog:
-    """The record of one engine's transports on this rank.
+    """The record of operations on this rank, of an engine's transports or of a script.
 
+    plan       has `prof_all`, `prof_ops` and `verbose` (config/observing.py)
     sent       DeepSpeed's name of the operation -> bytes sent by this rank
     waited_ms  operation, or over shared memory the rank waited for -> ms
     """
 
-    def __init__(self, plan: CommsLogger, watch: Watch, world: Axis, device: torch.device) -> None:
-        self.plan, self.watch, self.world, self.device = plan, watch, world, device
+    def __init__(self, plan: Any, world: Axis, device: torch.device) -> None:
+        self.plan, self.world, self.device = plan, world, device
         self.sent: Counter[str] = Counter()
         self.waited_ms: defaultdict[str, float] = defaultdict(float)
         self._open: dict[tuple[str, int], tuple[str, int, str, Any]] = {}
         self._counts = Counter[tuple[str, int]]()  # by operation and bytes
-        self._marks: dict[str, dict[tuple[int, int], deque[tuple[Any, Any]]]] = {}  # by (bytes, ranks): the last KEPT ones
+        self._marks: dict[str, dict[tuple[int, int, str], deque[tuple[Any, Any]]]] = {}  # by (bytes, ranks, kind): the last KEPT
+
+    def attach(self, watch: Watch) -> None:
+        """Record the operations of an engine's transports."""
+        self.watch = watch
         watch.record = self
         for ledger in watch.ledgers:
             ledger.record = self
@@ -75,12 +78,15 @@ class CommLog:
         if (ledger.name, number) not in self._open:
             return
         name, nbytes, unit, start = self._open.pop((ledger.name, number))
-        marks = start, clock.mark(self.device)
-        self._marks.setdefault(name, {}).setdefault((nbytes, len(ledger.ranks)), deque(maxlen=KEPT)).append(marks)
+        self.add(name, nbytes, len(ledger.ranks), (start, clock.mark(self.device)), kind=name, unit=unit)
+
+    def add(self, name: str, nbytes: int, ranks: int, marks: tuple[Any, Any], *, kind: str, unit: str = "") -> None:
+        """Add an operation between `ranks` ranks on a whole buffer of `nbytes` bytes. `kind` names it for `bandwidth`."""
+        self._marks.setdefault(name, {}).setdefault((nbytes, ranks, kind), deque(maxlen=KEPT)).append(marks)
         self._counts[name, nbytes] += 1
         if self.plan.verbose and self.world.index == 0:
             ms = 1e3 * clock.between(*marks)
-            tput, busbw = bandwidth(name, nbytes, ms, len(ledger.ranks))
+            tput, busbw = bandwidth(kind, nbytes, ms, ranks)
             line = "comm op: %s | time (ms): %.2f | msg size: %s | algbw (Gbps): %.2f | busbw (Gbps): %.2f | unit: %s"
             logger.info(line, name, ms, size_text(nbytes), tput, busbw, unit or "-")
 
@@ -98,11 +104,11 @@ class CommLog:
         """{operation: {bytes: [count, [ms], [algbw], [busbw]]}}, the last two in Gbps; lists hold the last KEPT operations."""
         found: dict[str, dict[int, list[Any]]] = {}
         for name, sizes in self._marks.items():
-            for (nbytes, ranks), marks in sorted(sizes.items()):
+            for (nbytes, ranks, kind), marks in sorted(sizes.items()):
                 entry = found.setdefault(name, {}).setdefault(nbytes, [0, [], [], []])
                 for pair in marks:
                     ms = 1e3 * clock.between(*pair)
-                    for values, value in zip(entry[1:], (ms, *bandwidth(name, nbytes, ms, ranks)), strict=True):
+                    for values, value in zip(entry[1:], (ms, *bandwidth(kind, nbytes, ms, ranks)), strict=True):
                         values.append(value)
                 entry[0] = self._counts[name, nbytes]
         return found
@@ -114,49 +120,69 @@ class CommLog:
         self._counts.clear()
 
     def summary(self, show_straggler: bool = False) -> dict[str, Any]:
-        """What `deepspeed.comm.log_summary(return_dict=True)` returns, with `sent_bytes` and `waited_ms` of this rank.
-
-        show_straggler: collective over the engine's ranks. An operation is taken to last as long as on the rank that joined it
-        last; the additional time on this rank is caused by the straggler.
-        """
-        raw = self.raw()
-        columns = ("count", "total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
-        found: dict[str, Any] = {}
-        found["summary"] = _table(raw, columns, lambda _, entry: (entry[0], sum(entry[1]), *map(trimmed, entry[1:])))
-        found["straggler_analysis"] = self._stragglers(raw) if show_straggler else None
-        found["metadata"] = {"world_size": self.world.size, "rank": self.world.ranks[self.world.index]}
-        found["metadata"]["timestamp"] = datetime.now().isoformat()
-        return found | {"sent_bytes": dict(self.sent), "waited_ms": dict(self.waited_ms)}
-
-    def _stragglers(self, raw: Mapping[str, Mapping[int, list[Any]]]) -> dict[str, Any]:
-        own = {(name, nbytes): entry[1] for name, sizes in raw.items() for nbytes, entry in sizes.items()}
-        every = self.world.gather(own)
-
-        def row(key: Any, entry: list[Any]) -> tuple[Any, ...]:
-            least = [min(each) for each in zip(*(other[key] for other in every if key in other), strict=False)]
-            extra = [ms - low for ms, low in zip(entry[1], least, strict=False)]
-            return entry[0], sum(least), sum(extra), trimmed(least), trimmed(extra)
-
-        return _table(raw, ("count", "total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms"), row)
-
-    def log_summary(self, show_straggler: bool = False) -> dict[str, Any]:
-        """Write the tables on rank 0, and return `summary`."""
-        found = self.summary(show_straggler)
-        if self.world.index == 0:
-            lines = [*_lines("Comm. Op", _TITLES, found["summary"])]
-            if show_straggler:
-                lines += ["_______________________________", "Breakdown with straggler effect", "-------------------------------"]
-                lines += _lines("Comm. Op", _STRAGGLER_TITLES, found["straggler_analysis"])
-            lines += [f"sent {name: <35}{size_text(nbytes)}" for name, nbytes in found["sent_bytes"].items()]
-            lines += [f"waited {name: <33}{ms:.2f} ms" for name, ms in found["waited_ms"].items()]
-            sys.stdout.write("\n".join([*lines, ""]))
-        return found
+        return summary([self], self.world, show_straggler)
 
     def close(self) -> None:
         self.watch.record = None
         for ledger in self.watch.ledgers:
             ledger.record = None
         self.watch.around.remove(self._waiting)
+
+
+def merged(logs: Iterable[CommLog]) -> dict[str, dict[int, list[Any]]]:
+    """`raw` of all logs together."""
+    found: dict[str, dict[int, list[Any]]] = {}
+    for log in logs:
+        for name, sizes in log.raw().items():
+            for nbytes, entry in sizes.items():
+                before = found.setdefault(name, {}).get(nbytes, [0, [], [], []])
+                found[name][nbytes] = [one + other for one, other in zip(before, entry, strict=True)]
+    return found
+
+
+def summary(logs: Iterable[CommLog], world: Axis, show_straggler: bool = False) -> dict[str, Any]:
+    """What `deepspeed.comm.log_summary(return_dict=True)` returns, with `sent_bytes` and `waited_ms` of this rank.
+
+    show_straggler: collective over `world`. An operation is taken to last as long as on the rank that joined it last; the
+    additional time on this rank is caused by the straggler.
+    """
+    logs = list(logs)
+    raw, found = merged(logs), dict[str, Any]()
+    found["summary"] = table(raw)
+    found["straggler_analysis"] = _stragglers(raw, world) if show_straggler else None
+    found["metadata"] = {"world_size": world.size, "rank": world.ranks[world.index], "timestamp": datetime.now().isoformat()}
+    for name, counters in (("sent_bytes", [log.sent for log in logs]), ("waited_ms", [log.waited_ms for log in logs])):
+        found[name] = {key: sum(counter.get(key, 0) for counter in counters) for key in dict.fromkeys(chain(*counters))}
+    return found
+
+
+def table(raw: Mapping[str, Mapping[int, list[Any]]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """DeepSpeed's figures of each operation and size."""
+    columns = ("count", "total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
+    return _table(raw, columns, lambda _, entry: (entry[0], sum(entry[1]), *map(trimmed, entry[1:])))
+
+
+def _stragglers(raw: Mapping[str, Mapping[int, list[Any]]], world: Axis) -> dict[str, Any]:
+    own = {(name, nbytes): entry[1] for name, sizes in raw.items() for nbytes, entry in sizes.items()}
+    every = world.gather(own)
+
+    def row(key: Any, entry: list[Any]) -> tuple[Any, ...]:
+        least = [min(each) for each in zip(*(other[key] for other in every if key in other), strict=False)]
+        extra = [ms - low for ms, low in zip(entry[1], least, strict=False)]
+        return entry[0], sum(least), sum(extra), trimmed(least), trimmed(extra)
+
+    return _table(raw, ("count", "total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms"), row)
+
+
+def write_tables(found: Mapping[str, Any]) -> None:
+    """Write a summary to the standard output."""
+    lines = [*_lines("Comm. Op", _TITLES, found["summary"])]
+    if found["straggler_analysis"] is not None:
+        lines += ["_______________________________", "Breakdown with straggler effect", "-------------------------------"]
+        lines += _lines("Comm. Op", _STRAGGLER_TITLES, found["straggler_analysis"])
+    lines += [f"sent {name: <35}{size_text(nbytes)}" for name, nbytes in found["sent_bytes"].items()]
+    lines += [f"waited {name: <33}{ms:.2f} ms" for name, ms in found["waited_ms"].items()]
+    sys.stdout.write("\n".join([*lines, ""]))
 
 
 def _table(raw: Mapping[str, Mapping[int, list[Any]]], columns: tuple[str, ...], row: Any) -> dict[str, dict[int, dict[str, Any]]]:
@@ -184,7 +210,7 @@ def bandwidth(name: str, nbytes: int, ms: float, ranks: int) -> tuple[float, flo
     gbps, share = 8e-6 * nbytes / max(ms, 1e-6), (ranks - 1) / ranks
     if name == "all_reduce":
         return 2 * gbps, 2 * share * gbps
-    is_ring = name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+    is_ring = name.startswith(("all_gather", "reduce_scatter", "all_to_all"))
     return gbps, share * gbps if is_ring else gbps
 
 
@@ -206,4 +232,5 @@ def trimmed(values: list[float]) -> float:
 def record(engine: Any) -> None:
     """Record an engine's traffic, as its plan says."""
     states = engine.states
-    states.resources["traffic"] = CommLog(engine.plan.traffic, engine.watch, engine.mesh.world, engine.device)
+    states.resources["traffic"] = log = CommLog(engine.plan.traffic, engine.mesh.world, engine.device)
+    log.attach(engine.watch)
