@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from itertools import groupby
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,9 @@ def tag(call: object) -> str:
         (f"I shall add.\n{tag(ADD)}\n{tag(SAY)}\n", "I shall add.", CALLED),
         (tag([ADD, SAY]), "", CALLED),
         (tag(ADD)[:-12], "", CALLED[:1]),  # not closed
+        (tag({"name": "add", "arguments": CALLED[0][1]}), "", CALLED[:1]),  # JSON in JSON
+        (f"{json.dumps(ADD)} I used add.", "", CALLED[:1]),
+        (f"{json.dumps(ADD)}; {json.dumps(SAY)[:-5]}", "", CALLED[:1]),  # cut off
         (f"{tag(ADD)} Done. ", " Done.", CALLED[:1]),
         (f" {json.dumps(ADD)}", "", CALLED[:1]),
         (f"[{json.dumps(ADD)}, {json.dumps(SAY)}] ", "", CALLED),
@@ -108,13 +112,19 @@ SAID = "<tool_call>\n<function=say>\n</function>\n</tool_call>"
     ("template", "text"),
     [
         ("[TOOL_CALLS]", f"[TOOL_CALLS]{LISTED}"),
-        ("[TOOL_CALLS] [ARGS]", "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in CALLED)),
+        ("[TOOL_CALLS]", f"[TOOL_CALLS]{LISTED}\nThat is it."),
+        *(
+            ("[TOOL_CALLS] [ARGS]", "".join(f"[TOOL_CALLS]{name}{between}{arguments}" for name, arguments in CALLED))
+            for between in ("[ARGS]", "[CALL_ID]aB3[ARGS]", "")
+        ),
         ("<|python_tag|>", f"<|python_tag|>{json.dumps(ADD)}; {json.dumps(SAY)}"),
         ('"parameters"', f"{json.dumps(ADD)}\n{json.dumps(SAY)}"),
         (mark("sep"), V31 + mark("calls end")),
         (f"{mark('sep')}' + tool['function']['name'] + '\\n' + '```json", V3 + mark("calls end")),
         (mark("sep"), V3),  # not closed
         ("<tool_call> <function=", f"{CODER}\n{SAID}"),
+        ("<tool_call> <function=", (CODER + SAID).replace("<tool_call>", "")),  # models forget these
+        ("<tool_call> <function=", CODER.replace("</parameter>\n", "") + SAID),
     ],
 )
 def test_forms_of_templates(template: str, text: str) -> None:
@@ -132,6 +142,24 @@ def test_forms_of_templates(template: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": "object"}, "{'a': [None, 1]}", {"a": [None, 1]}),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}]}, "12", "12"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, "12", 12),
+        ({"anyOf": 5, "type": 5}, "{1, 2}", "{1, 2}"),
+    ],
+)
+def test_values_of_qwen_coder_have_the_types_of_their_schemas(schema: Any, text: str, value: Any) -> None:
+    finder = CallFinder({"add": {"properties": {"a": schema}}}, None, form_of("<function="))
+    [(_, arguments)] = finder.push(f"<tool_call><function=add><parameter=a>{text}</parameter></function></tool_call>", last=True)
+    assert json.loads(arguments) == {"a": value}
+
+
+@pytest.mark.parametrize(
     ("begun", "text", "expected"),
     [
         (False, "<think>\nI see.\n</think>\n\nYes. </think>", ("I see.", "Yes. </think>")),
@@ -140,6 +168,7 @@ def test_forms_of_templates(template: str, text: str) -> None:
         (False, "No <think>thought</think>", ("", "No <think>thought</think>")),
         (False, " <thin", ("", " <thin")),
         (False, "<think></think>\n{}", ("", "{}")),
+        (True, "<think>I see\n</think> Yes", ("I see", "Yes")),  # the model repeats the mark of the prompt
         (True, "I see\n<tool_call>{}</tool_call>", ("I see", "<tool_call>{}</tool_call>")),  # the second mark is forgotten
         (False, "<think>I see <tool</think> <tool_call>", ("I see <tool", "<tool_call>")),
     ],

@@ -351,7 +351,8 @@ def test_the_routes(tmp_path: Path) -> None:
                 ranked = post(path, query="hello", documents=documents, top_n=0, return_documents=False)["results"]
                 assert [sorted(one) for one in ranked] == [["index", "relevance_score"]] * 3, "vLLM's clients send 0 for all"
             for path in ("/v1/score", "/score"):
-                for first, second in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")):  # vLLM's, old and new
+                for names in ("text_1 text_2", "queries documents", "queries items", "data_1 data_2"):  # vLLM's, old and new
+                    first, second = names.split()
                     reply = post(path, **{first: "hello", second: ["abc", "hello"]})
                     scores = [one["score"] for one in reply["data"]]
                     assert scores == pytest.approx([float(vectors[0] @ vectors[1]), 1.0], abs=1e-5)

@@ -419,6 +419,7 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"stop": ["x", "y" * 1025]}, "stop", "1,024 characters"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty", "is 1e-40; it must be between 0.01 and 100"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "1,024 token ids"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
         ({"bad_words": ["x" * 257]}, "bad_words", "of at most 256 characters"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "at least one token"),
         ({"truncate_prompt_tokens": 4090}, "truncate_prompt_tokens", "is 4090; it must be -1, or 1 to 4046, .* for 50 more"),

@@ -148,7 +148,9 @@ def test_reasoning_is_split_off(address: str) -> None:
     with client(address) as ai:
         ask = {"model": "fake/model", "messages": [{"role": "user", "content": "think"}]}
         message = ai.chat.completions.create(**ask).choices[0].message
-        assert (message.reasoning_content, message.content) == ("I wonder.", "So be it")
+        assert (message.reasoning_content, message.reasoning, message.content) == ("I wonder.", "I wonder.", "So be it")
+        hidden = ai.chat.completions.create(**ask, extra_body={"include_reasoning": False}).choices[0].message
+        assert hidden.content == "So be it" and not hasattr(hidden, "reasoning_content")
         deltas = [chunk.choices[0].delta for chunk in ai.chat.completions.create(**ask, stream=True)]
         assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "I wonder."
         assert "".join(delta.content or "" for delta in deltas) == "So be it"

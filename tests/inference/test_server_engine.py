@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -101,6 +102,10 @@ def test_fields_of_vllm_that_forbid_and_cut() -> None:
                 assert answer(prompt, **asked)["choices"][0]["prompt_token_ids"] == [*kept.encode()]
         [choice] = answer("x" * 500, truncate_prompt_tokens=-1)["choices"]
         assert choice["prompt_token_ids"] == [*b"x"] * (engine.max_context - 9)
+        special = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", HashRunner.vocab_size - 1)])
+        engine.tokenizer.backend.post_processor = special
+        for add, first in ((None, 256), (True, 256), (False, ord("h"))):
+            assert answer(add_special_tokens=add)["choices"][0]["prompt_token_ids"][0] == first
         assert "thinking_token_budget needs a model whose" in answer(thinking_token_budget=3)["error"]["message"]
 
 

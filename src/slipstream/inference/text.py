@@ -35,7 +35,9 @@ SLICE = 1 << 16  # characters encoded at once when checking whether a text is to
 DENSE = 8  # characters per token of the limit; a shorter text is encoded as a whole
 MARKS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")  # around reasoning
 # Special tokens of chat templates that are part of an answer, not of its frame.
-SHOWN = frozenset(("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", *MARKS[0], *MARKS[1])) | {
+SHOWN = frozenset(
+    ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", *MARKS[0], *MARKS[1])
+) | {
     f"<\uff5ctool▁{name}\uff5c>"
     for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")  # DeepSeek's
 }

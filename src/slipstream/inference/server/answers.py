@@ -278,6 +278,7 @@ class ChatFormat(ChoicesFormat):
     max_calls: int | None = None
     calls: CallForm | None = None
     thinking: Thinking | None = None
+    shows_thoughts: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -321,7 +322,7 @@ class ChatFormat(ChoicesFormat):
         if part.index not in self._started:
             self._started.add(part.index)
             deltas.append({"role": "assistant", "content": None if self.forced else ""})
-        deltas += [{"reasoning_content": thought}] if thought else []
+        deltas += [{"reasoning_content": thought, "reasoning": thought}] if thought else []
         if len(self.forced) > 1:
             self._texts[part.index] = self._texts.get(part.index, "") + part.text
             if part.finish is not None:
@@ -363,7 +364,7 @@ class ChatFormat(ChoicesFormat):
             "finish_reason": self._reason(joined) or "stop",
         }
         if thought:
-            answer["message"]["reasoning_content"] = thought
+            answer["message"] |= {"reasoning_content": thought, "reasoning": thought}
         if self.request.return_token_ids:
             answer["token_ids"] = [*joined.token_ids]
         if calls:
@@ -377,7 +378,7 @@ class ChatFormat(ChoicesFormat):
             self._count(part, self.thinking)
         thoughts = self._thoughts.setdefault(part.index, Thoughts(*self.thinking, self._call_mark))
         thought, text = thoughts.push(part.text, last=part.finish is not None)
-        return thought, replace(part, text=text)
+        return thought if self.shows_thoughts else "", replace(part, text=text)
 
     def _count(self, part: Output, thinking: Thinking) -> None:
         """Count tokens of reasoning, which is where `Thoughts` finds it: at the beginning, once."""

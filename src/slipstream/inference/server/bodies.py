@@ -87,6 +87,7 @@ class AnswerMessage(TypedDict):
     refusal: None
     tool_calls: NotRequired[list[ToolCallBody]]
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]  # the same, by vLLM's newer name
 
 
 class ChatChoice(TypedDict):

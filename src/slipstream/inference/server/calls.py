@@ -6,6 +6,7 @@ consists only of JSON, {"name": ..., "arguments": {...}} or a list of these, is 
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +19,15 @@ Functions = Mapping[str, Any]  # the functions that may be called: name -> JSON 
 
 class CallForm(NamedTuple):
     """`open` begins calls, `close` ends them ("": the end of the output), `read` returns the calls between them, or none. `begin`
-    (with {} for the function's name) and `end` surround the arguments of one call in a grammar ("": it has none)."""
+    (with {} for the function's name) and `end` surround the arguments of one call in a grammar ("": it has none). `inner` is what
+    a call begins with if the model forgets `open`."""
 
     open: str
     close: str
     read: Callable[[str, Functions], list[Call]]
     begin: str = ""
     end: str = ""
+    inner: str = ""
 
 
 class CallFinder:
@@ -44,28 +47,36 @@ class CallFinder:
         if not self._is_text and re.fullmatch(r"\s*(\[\s*)?(\{.*)?", self._text, re.DOTALL):
             if not last:
                 return []
-            if parsed := read_json(self._text, self.functions):
+            if self.form.open not in self._text and (parsed := read_json(self._text, self.functions)):
                 return [*self._count(parsed)]
         self._is_text = True
-        opening, close = self.form.open, self.form.close
         found: list[str | Call] = []
-        while opening in self._text:
-            before, _, after = self._text.partition(opening)
-            body, closing, after = after.partition(close) if close else (after, "", "")
-            if not (closing or last):
-                break
-            parsed = self.form.read(body, self.functions)  # models forget to close the last one
-            found += [before.rstrip() if parsed else before + opening + body + closing, *self._count(parsed)]
-            self._text = after
+        while (opening := self._opening()) and (taken := self._take(opening, last)):
+            found += taken
         # Hold back an incomplete call, a suffix that may begin one, and the white space before a call or after the last.
-        end = len(self._text) if last else self._text.find(opening)
-        if end < 0:
-            end = len(self._text) - overlap(self._text, opening)
+        end = self._text.find(opening) if opening else len(self._text)
+        if not (opening or last):
+            end -= max(overlap(self._text, mark) for mark in (self.form.open, self.form.inner))
         if not last or self.num_calls:
             end = len(self._text[:end].rstrip())
         found.append(self._text[:end])
         self._text = self._text[end:]
         return [part for part in found if part]
+
+    def _opening(self) -> str:
+        """The mark that begins the first call of the text; "" if none does."""
+        places = {self._text.find(mark): mark for mark in (self.form.inner, self.form.open) if mark and mark in self._text}
+        return places[min(places)] if places else ""
+
+    def _take(self, opening: str, last: bool) -> list[str | Call]:
+        """Remove the text up to the end of the call that `opening` begins, and return its parts; none if the call is incomplete."""
+        before, _, after = self._text.partition(opening)
+        body, closing, after = after.partition(self.form.close) if self.form.close else (after, "", "")
+        if not (closing or last):  # models forget to close the last one
+            return []
+        self._text = after
+        calls = self.form.read(body if opening == self.form.open else opening + body, self.functions)
+        return [before.rstrip() if calls else before + opening + body + closing, *self._count(calls)]
 
     def _count(self, calls: list[Call]) -> list[Call]:
         if self.max_calls is not None:
@@ -75,12 +86,13 @@ class CallFinder:
 
 
 class Thoughts:
-    """Splits a choice's output into the reasoning between two marks and the rest. `begun`: the prompt ends with the first mark.
-    `call`: the mark of a call, which begins the rest if the second mark is forgotten ("": none)."""
+    """Splits a choice's output into the reasoning between two marks and the rest. `begun`: the prompt ends with the first mark,
+    which the model may repeat. `call`: the mark of a call, which begins the rest if the second mark is forgotten ("": none)."""
 
     def __init__(self, marks: tuple[str, str], begun: bool, call: str = "") -> None:
         self.marks, self._call = marks, call
-        self._mark = marks[1] if begun else marks[0]  # the mark that comes next; "" after the second
+        self._begun = begun
+        self._mark = marks[0]  # the mark that comes next; "" after the second
         self._text = ""
         self._fresh = True  # only white space since the last mark, which is dropped
 
@@ -93,7 +105,7 @@ class Thoughts:
             if start.startswith(self._mark):
                 self._text, self._mark = start[len(self._mark) :], self.marks[1]
             elif last or not self._mark.startswith(start):
-                self._mark, self._fresh = "", False
+                self._mark, self._fresh = (self.marks[1], True) if self._begun else ("", False)
             else:
                 return "", ""
         if self._mark:
@@ -130,6 +142,9 @@ def read_json(text: str, functions: Functions) -> list[Call]:
     calls = []
     for call in parsed[0] if len(parsed) == 1 and isinstance(parsed[0], list) else parsed:
         arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
+        if isinstance(arguments, str):  # Granite 4 writes JSON in JSON
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
         if not isinstance(arguments, dict) or call.get("name") not in functions:
             return []
         calls.append((call["name"], json.dumps(arguments)))
@@ -137,16 +152,22 @@ def read_json(text: str, functions: Functions) -> list[Call]:
 
 
 def _values(text: str) -> Iterator[Any]:
-    place = len(text) - len(text.lstrip())
+    """The JSON values with which the text begins; other text may follow. Raises ValueError if it does not begin with JSON."""
+    begin = place = len(text) - len(text.lstrip())
     while place < len(text):
-        value, place = json.JSONDecoder().raw_decode(text, place)
+        try:
+            value, place = json.JSONDecoder().raw_decode(text, place)
+        except ValueError:
+            if place == begin:
+                raise
+            return
         yield value
         place += len(text[place:]) - len(text[place:].lstrip("; \t\r\n"))
 
 
 def _read_mistral(text: str, functions: Functions) -> list[Call]:
-    """[{"name": ..., "arguments": {...}}], or NAME[ARGS]{...}[TOOL_CALLS]NAME[ARGS]{...}."""
-    named = re.compile(r"\s*([\w-]+)(?:\[CALL_ID\]\w+)?\[ARGS\](.*)", re.DOTALL)
+    """[{"name": ..., "arguments": {...}}], or NAME[ARGS]{...}[TOOL_CALLS]NAME[ARGS]{...}, also without [ARGS]."""
+    named = re.compile(r"\s*([\w-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|(?=\{))(.*)", re.DOTALL)
     parts = [named.fullmatch(part) for part in text.split("[TOOL_CALLS]")]
     return _checked([(part[1], part[2]) for part in parts if part], functions) if all(parts) else read_json(text, functions)
 
@@ -163,18 +184,38 @@ def _read_deepseek(text: str, functions: Functions) -> list[Call]:
 
 
 def _read_qwen_coder(text: str, functions: Functions) -> list[Call]:
-    """<function=NAME><parameter=KEY>VALUE</parameter></function>. A value is JSON unless its schema says that it is text."""
+    """<function=NAME><parameter=KEY>VALUE</parameter></function>. A value is JSON, or Python's as models also write it, unless its
+    schema says that it is text. Models forget </parameter>."""
     calls = []
     for call in re.finditer(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", text, re.DOTALL):
         arguments: dict[str, Any] = {}
         properties = ((functions.get(call[1]) or {}).get("properties")) or {}
-        for name, value in re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", call[2], re.DOTALL):
-            arguments[name] = value
-            if not isinstance(schema := properties.get(name), dict) or schema.get("type") != "string":
-                with suppress(ValueError, RecursionError):  # text, though its schema does not say so
-                    arguments[name] = json.loads(value)
+        for name, value in re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", call[2], re.DOTALL):
+            arguments[name] = _value(value, properties.get(name))
         calls.append((call[1], json.dumps(arguments)))
     return calls if all(name in functions for name, _ in calls) else []
+
+
+def _value(text: str, schema: Any) -> Any:
+    kinds = _kinds(schema)
+    if "string" in kinds and not (text == "null" and "null" in kinds):
+        return text
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return json.loads(json.dumps(read(text)))
+    return text  # though its schema does not say so
+
+
+def _kinds(schema: Any) -> list[Any]:
+    """The types of values that a JSON schema states."""
+    match schema:
+        case {"type": list(kinds)}:
+            return kinds
+        case {"type": kind}:
+            return [kind]
+        case {"anyOf": list(options)} | {"oneOf": list(options)}:
+            return [kind for option in options for kind in _kinds(option)]
+    return []
 
 
 def _checked(calls: list[Call], functions: Functions) -> list[Call]:
@@ -190,7 +231,7 @@ def _checked(calls: list[Call], functions: Functions) -> list[Call]:
 _HERMES = '<tool_call>\n{"name": "{}", "arguments": '
 # (text in a chat template, the form of its calls); the first match decides. The last is Hermes', Qwen's and SmolLM2's.
 FORMS: tuple[tuple[str, CallForm], ...] = (
-    ("<function=", CallForm("<tool_call>", "</tool_call>", _read_qwen_coder)),
+    ("<function=", CallForm("<tool_call>", "</tool_call>", _read_qwen_coder, inner="<function=")),
     (
         f"{_SEP}' + tool['function']['name'] + '\\n' + '```json",
         CallForm(

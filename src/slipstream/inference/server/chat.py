@@ -114,6 +114,7 @@ class ChatRequest(SampledFields):
 
     reasoning_effort: str | None = None  # this and the next are variables of the chat template
     think: bool | str | None = None  # Ollama's enable_thinking
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -221,7 +222,8 @@ def prepare(server: Serving, request: ChatRequest, caller: Caller) -> Prepared:
     server.check_number(1, request.n or 1)
     text, unread = _render(server, request)
     requested = next((limit for limit in (request.max_completion_tokens, request.max_tokens) if limit and limit > 0), None)
-    prompt = server.encode(text, "messages", special=False, cut=request.cut(server.engine.max_context, requested))
+    cut, special = request.cut(server.engine.max_context, requested), bool(request.add_special_tokens)
+    prompt = server.encode(text, "messages", special=special, cut=cut)
     if request.return_token_ids and request.stream:
         check_entries(len(prompt) * (request.n or 1), "return_token_ids", MAX_IDS)
     thinking = _thinking(server.tokenizer, text)
@@ -245,6 +247,7 @@ def prepare(server: Serving, request: ChatRequest, caller: Caller) -> Prepared:
         max_calls=1 if request.parallel_tool_calls is False else None,
         calls=form_of(server.tokenizer.template),
         thinking=thinking,
+        shows_thoughts=request.include_reasoning is not False,
     )
     more = [*unread, *(["tools.function.strict"] if free else [])]
     constraint = _constraining(request)

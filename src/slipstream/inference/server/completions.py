@@ -53,7 +53,8 @@ def prepare(server: Serving, request: CompletionRequest, caller: Caller) -> Prep
     server.check_number(len(request.prompts()), width)
     requested, default = request.limits(server.engine.max_context)
     cut = request.cut(server.engine.max_context, request.max_tokens if request.max_tokens is not None else default)
-    prompts = [server.encode(prompt, "prompt", cut=cut) for prompt in request.prompts()]
+    special = request.add_special_tokens is not False
+    prompts = [server.encode(prompt, "prompt", special=special, cut=cut) for prompt in request.prompts()]
     if not all(prompts):
         raise RequestError("a prompt has no tokens", param="prompt")
     if request.return_token_ids or request.echo:

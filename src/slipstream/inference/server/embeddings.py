@@ -65,7 +65,7 @@ class RerankRequest(Embedding):
 
 class ScoreRequest(Embedding):
     text_1: Annotated[OneOrMore, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]  # newer names in vLLM
-    text_2: Annotated[OneOrMore, Field(validation_alias=AliasChoices("text_2", "documents", "data_2"))]
+    text_2: Annotated[OneOrMore, Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))]
 
     @model_validator(mode="after")
     def _fit(self) -> ScoreRequest:

@@ -111,6 +111,7 @@ class StructuredOutputs(Fields):
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
+    structural_tag: Never = None
 
 
 class JsonSchema(Fields):
@@ -174,6 +175,7 @@ class SampledFields(Fields):
         explained("bad_words", f"must be a list of at most 1,024 texts, of at most {MAX_WORD} characters each"),
     ] = None
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None  # -1: no limit
+    add_special_tokens: bool | None = None  # those that begin every text; by default of a completion's prompt only
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: as many as leave room for the answer
     truncation_side: Literal["left", "right"] | None = None
     include_stop_str_in_output: bool | None = None
