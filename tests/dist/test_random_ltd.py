@@ -391,6 +391,10 @@ def test_the_number_of_tokens() -> None:
         exact = 128 + int(step / 200 * 1920)
         assert scheduler.get_value(step) == min(2048, exact - exact % 16)
     assert scheduler.get_total_layer_tokens(2) == 8 * (2 * (128 + 128) + 2 * 2 * 2048)
+    steps = {"require_steps": 100, "seq_per_step": 16}
+    low = {"min_value": 8, "max_value": 64, "schedule_type": "fixed_linear", "schedule_config": steps}
+    below = RandomLTDScheduler({"total_layer_num": 4, "random_ltd_layer_num": 2, "random_ltd_schedule": low})
+    assert [below.get_value(step) for step in (0, 40, 60, 100)] == [16, 16, 32, 64]  # never below min_value, and never 0
     scheduler.update_seq(100)
     state = scheduler.state_dict()
     assert state["current_value"] == scheduler.get_current_seq() == 1088 and state["current_steps"] == 100
@@ -438,8 +442,8 @@ def test_deepspeeds_calls() -> None:
         ({"random_ltd_layer_id": [1, 4]}, r"each below total_layer_num \(4\)"),
         ({"random_ltd_layer_num": 3}, r"must name random_ltd_layer_num \(3\)"),
         (
-            {"random_ltd_schedule": {"min_value": 1, "max_value": 8, "schedule_config": {"require_steps": 3, "seq_per_step": 2}}},
-            "at least seq_per_step",
+            {"random_ltd_schedule": {"min_value": 9, "max_value": 8, "schedule_config": {"require_steps": 3, "seq_per_step": 2}}},
+            r"min_value \(9\) is above max_value \(8\)",
         ),
         (
             {"random_ltd_schedule": {"min_value": 4, "max_value": 8, "schedule_config": {"seq_per_step": 2}}},

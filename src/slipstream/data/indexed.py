@@ -68,6 +68,8 @@ class MMapIndexedDataset(Dataset[NDArray[Any]]):
     Raises ValueError, naming the file, if one is missing, of another format, or cut off.
     """
 
+    supports_prefetch = False  # of fairseq's datasets: nothing is to be read ahead of a mapped file
+
     def __init__(self, path: str | os.PathLike[str], skip_warmup: bool = True) -> None:
         self._path = os.fspath(path)
         for file in (index_file_path(self._path), data_file_path(self._path)):

@@ -1,6 +1,7 @@
 """Difficulties as functions of the step, with DeepSpeed's names and roundings:
 
-fixed_linear    min + (max - min) step / total, rounded down to a multiple of `difficulty_step`
+fixed_linear    min + (max - min) step / total, rounded down to a multiple of `difficulty_step`,
+                but not below the first one from `min` on
 fixed_root      min + (max - min) (step / total)^(1 / root_degree), the same
 fixed_discrete  difficulty[i] up to step max_step[i], the last one after all of them
 custom          a function of the step
@@ -21,9 +22,9 @@ _NEEDED = {
 
 
 def fixed_root(step: int, least: Any, most: Any, total: int, unit: int, degree: float = 1.0) -> Any:
-    """From `least` to `most` in `total` steps by a root of the step, rounded down to a multiple of `unit`."""
+    """From `least` to `most` in `total` steps by a root of the step: multiples of `unit`, none of them below `least`."""
     value = math.floor((float(step) / total) ** (1.0 / degree) * (most - least) + least)
-    return min(value - value % unit, most)
+    return min(max(value - value % unit, -(-least // unit) * unit), most)
 
 
 def fixed_discrete(step: int, values: Sequence[Any], last_steps: Sequence[int]) -> Any:
@@ -64,8 +65,7 @@ class CurriculumScheduler:
             return fixed_discrete(global_steps, self.config["difficulty"], self.config["max_step"])
         total, unit = self.config["total_curriculum_step"], self.config["difficulty_step"]
         degree = self.config["root_degree"] if self.kind == "fixed_root" else 1.0
-        value = fixed_root(global_steps, self.least, self.most, total, unit, degree)
-        return min(max(value, -(-self.least // unit) * unit), self.most)  # not below the first multiple from `least` on
+        return fixed_root(global_steps, self.least, self.most, total, unit, degree)
 
     def update_difficulty(self, global_steps: int) -> Any:
         """Set the difficulty of this step, unless the highest one has been reached. Returns it."""

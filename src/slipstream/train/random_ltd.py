@@ -40,7 +40,7 @@ class RandomLTDScheduler:
     """DeepSpeed's class: the number of tokens at a step. config: the block `random_ltd`. Raises ValueError, naming keys."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        schedule, layers = config["random_ltd_schedule"], config["random_ltd_layer_id"]
+        schedule = config["random_ltd_schedule"]
         steps = schedule["schedule_config"]
         self.model_layer_num, self.random_ltd_layer_num = config["total_layer_num"], config["random_ltd_layer_num"]
         self.global_batch_size = config.get("global_batch_size") or 0
@@ -54,17 +54,9 @@ class RandomLTDScheduler:
             raise ValueError(f"{_KEY} needs {' and '.join(missing)}")
         if schedule["schedule_type"] != "fixed_linear":
             raise ValueError(f"{_KEY}.random_ltd_schedule.schedule_type ({schedule['schedule_type']!r}) must be 'fixed_linear'")
-        if len(set(layers)) != self.random_ltd_layer_num or max(layers, default=0) >= self.model_layer_num:
-            raise ValueError(
-                f"{_KEY}.random_ltd_layer_id ({layers}) must name random_ltd_layer_num ({self.random_ltd_layer_num}) different "
-                f"layers, each below total_layer_num ({self.model_layer_num})"
-            )
         self.least, self.most, self.steps = schedule["min_value"], schedule["max_value"], steps
-        if self.least > self.most or self.get_value(0) < 1:
-            raise ValueError(
-                f"{_KEY}.random_ltd_schedule: min_value ({self.least}) must be at least seq_per_step ({steps['seq_per_step']}), of "
-                f"which lengths are multiples, and at most max_value ({self.most})"
-            )
+        if self.least > self.most:
+            raise ValueError(f"{_KEY}.random_ltd_schedule: min_value ({self.least}) is above max_value ({self.most})")
         self.reset_to_init()
 
     def get_value(self, global_steps: int) -> int:
@@ -115,7 +107,13 @@ class TokenDrop:
 
     def __init__(self, config: Mapping[str, Any], seed: int, scheduler: RandomLTDScheduler | None = None) -> None:
         self.scheduler, self.seed = scheduler or RandomLTDScheduler(config), seed
-        self.numbers = sorted(config["random_ltd_layer_id"])
+        layers, count, total = config["random_ltd_layer_id"], self.scheduler.random_ltd_layer_num, self.scheduler.model_layer_num
+        if len(set(layers)) != count or max(layers, default=0) >= total:
+            raise ValueError(
+                f"{_KEY}.random_ltd_layer_id ({layers}) must name random_ltd_layer_num ({count}) different layers, each below "
+                f"total_layer_num ({total})"
+            )
+        self.numbers = sorted(layers)
         self.mask_name, self.token_dim = config["model_mask_name"], 0 if config["hidden_state_order"] == "seq_batch_dim" else 1
         # returns (step, backwards in it, index in the batch axis); None: a script steps the scheduler, and torch's generator draws
         self.clock: Callable[[], tuple[int, int, int]] | None = None
