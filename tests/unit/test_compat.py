@@ -1066,6 +1066,15 @@ def test_z3_leaf_module_is_a_module_and_a_function(deepspeed: Any, group: None) 
         ("--bind_core_list 0-1 --venv_script v a.py", "run --pass-local-rank --bind_core_list 0-1 --venv_script v a.py"),
         ("--save_pid --enable_each_rank_log=d a.py", "run --pass-local-rank --save_pid --enable_each_rank_log=d a.py"),
         ("--bind_cores_to_rank --launcher IMPI a.py", "run --pass-local-rank --bind_cores_to_rank --launcher mpich a.py"),
+        ("--num_gpu 2 --launcher_arg=-v a.py", "run --pass-local-rank --num_gpus 2 --launcher-args=-v a.py"),
+        (  # what DeepSpeed's launcher runs on each host: {"a": [0, 1], "b": [2]}
+            "--world_info=eyJhIjogWzAsIDFdLCAiYiI6IFsyXX0= --master_addr=a --enable_each_rank_log=None a.py",
+            "run --pass-local-rank --master_addr=a --num_nodes=2 --node_rank=0 --num_gpus=2 a.py",
+        ),
+        (
+            "--node_rank 1 --world_info eyJhIjogWzAsIDFdLCAiYiI6IFsyXX0= --master_addr=a a.py",
+            "run --pass-local-rank --node_rank 1 --master_addr=a --num_nodes=2 --node_rank=1 --include localhost:2 a.py",
+        ),
         ("--launcher slurm --account=x a.py", "run --pass-local-rank --launcher slurm --launcher-args=--account=x a.py"),
     ],
 )
@@ -1101,6 +1110,8 @@ def test_the_command_refuses_what_is_not_there() -> None:
         ("--min_elastic_nodes 2", "add --elastic_training"),
         ("--comment x", "--comment is an option of srun: add --launcher slurm"),
         ("--log_level loud", "'loud' is none of"),
+        ("--world_info None", "must be the base64 of JSON"),
+        ("--world_info eyJhIjogWzBdfQ== --node_rank 1", "with a host of this rank"),
     ):
         with pytest.raises(ValueError, match=message):
             launcher.translate([*flags.split(), "a.py"])

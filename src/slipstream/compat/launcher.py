@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import logging
 import shlex
@@ -17,7 +18,7 @@ DEEPSPEED_ENVIRONMENT_NAME, DLTS_HOSTFILE = ".deepspeed_env", "/job/hostfile"
 _VALUED = frozenset(
     """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port --master_addr --node_rank
     --launcher --launcher_args --ssh_port --log_level --enable_each_rank_log --bind_core_list --venv_script --min_elastic_nodes
-    --max_elastic_nodes --comment --account --autotuning""".split()  # noqa: SIM905
+    --max_elastic_nodes --comment --account --autotuning --world_info""".split()  # noqa: SIM905
 )
 _CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")  # the second is transformers'
 _LEVELS = ("debug", "info", "warning", "error", "critical")  # of the launcher's log
@@ -30,7 +31,11 @@ _TOGETHER = (
     "--comment",
     "--account",
     "--launcher_args",
+    "--world_info",
 )
+_FLAGS = frozenset(
+    "--module --no_python --no_local_rank --no_ssh --save_pid --bind_cores_to_rank --elastic_training --quiet".split()  # noqa: SIM905
+).union(_VALUED, _DROPPED)
 _RANKED = 'command=$1; shift; exec "$command" --local_rank="$LOCAL_RANK" "$@"'
 _HYDRA = ("impi", "mvapich")  # their mpiexec is MPICH's
 
@@ -41,10 +46,7 @@ def translate(arguments: Sequence[str]) -> list[str]:
     translated, remaining = ["run", "--pass-local-rank"], list(arguments)  # DeepSpeed's default
     flags: dict[str, str] = {}
     while remaining and remaining[0].startswith("-"):
-        flag = remaining.pop(0)
-        name, equals, value = flag.partition("=")
-        if name in _VALUED and not equals and remaining:
-            value = remaining.pop(0)
+        name, equals, value = _next_flag(remaining)
         flags[name] = value
         if name == "--no_local_rank":
             translated.remove("--pass-local-rank")
@@ -52,12 +54,21 @@ def translate(arguments: Sequence[str]) -> list[str]:
             translated += _quiet(value)
         elif name == "--launcher":
             translated += [name, "mpich" if value.lower() in _HYDRA else value.lower()]
-        elif name not in _DROPPED and name not in _TOGETHER:
-            translated.append(flag.replace("--num_accelerators", "--num_gpus"))
-            translated += [value] if name in _VALUED and not equals else []
+        elif name not in _DROPPED and name not in _TOGETHER and (name, value) != ("--enable_each_rank_log", "None"):
+            own = name.replace("--num_accelerators", "--num_gpus")
+            translated += [own, value] if name in _VALUED and not equals else [own + equals + value]
     translated += _together(flags)
     remaining = _ranked(flags, translated, remaining)
     return _tuning(flags["--autotuning"], translated[1:], remaining) if "--autotuning" in flags else [*translated, *remaining]
+
+
+def _next_flag(remaining: list[str]) -> tuple[str, str, str]:
+    """Remove a flag and its value. An abbreviation, such as --num_gpu, becomes the whole name, as in argparse."""
+    name, equals, value = remaining.pop(0).partition("=")
+    longer = [flag for flag in _FLAGS if flag.startswith(name)]
+    if name not in _FLAGS and len(longer) == 1:
+        name = longer[0]
+    return name, equals, remaining.pop(0) if name in _VALUED and not equals and remaining else value
 
 
 def _ranked(flags: Mapping[str, str], translated: list[str], command: list[str]) -> list[str]:
@@ -99,12 +110,28 @@ def _together(flags: Mapping[str, str]) -> list[str]:
         options += ["--elastic", f"{least}:{most}"]
     elif unused := [name for name in _TOGETHER if name in flags and name.endswith("_elastic_nodes")]:
         raise ValueError(f"deepspeed {unused[0]} is for elastic runs: add --elastic_training")
+    if "--world_info" in flags:
+        options += _this_host(flags["--world_info"], int(flags.get("--node_rank", 0)))
     for_srun = [f"{name}={shlex.quote(flags[name])}" for name in ("--comment", "--account") if name in flags]
     if for_srun and flags.get("--launcher", "").lower() != "slurm":
         raise ValueError(f"deepspeed {for_srun[0].partition('=')[0]} is an option of srun: add --launcher slurm")
     if words := " ".join([*filter(None, [flags.get("--launcher_args")]), *for_srun]):
         options.append(f"--launcher-args={words}")
     return options
+
+
+def _this_host(world_info: str, node_rank: int) -> list[str]:
+    """The options of `deepspeed.launcher.launch`, which every host runs. world_info: base64 of JSON, the devices of each host."""
+    try:
+        world = list(json.loads(base64.urlsafe_b64decode(world_info)).values())
+        devices = list(map(int, world[node_rank]))
+    except (ValueError, AttributeError, IndexError, TypeError):
+        raise ValueError(
+            f"deepspeed --world_info {world_info!r:.200} --node_rank {node_rank}: it must be the base64 of JSON such as "
+            '{"host1": [0, 1], "host2": [0, 1]}, with a host of this rank'
+        ) from None
+    chosen = [] if devices == list(range(len(devices))) else ["--include", f"localhost:{','.join(map(str, devices))}"]
+    return [f"--num_nodes={len(world)}", f"--node_rank={node_rank}", *(chosen or [f"--num_gpus={len(devices)}"])]
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:

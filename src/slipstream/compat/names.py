@@ -204,6 +204,7 @@ ops.transformer: ops.transformer.transformer
 runtime.pipe: pipe runtime.pipe.dualpipev runtime.pipe.module runtime.pipe.topology
 runtime: runtime.base_optimizer
 runtime.fp16.onebit: runtime.fp16.onebit.adam runtime.fp16.onebit.lamb runtime.fp16.onebit.zoadam
+launcher.runner: launcher.launch
 runtime.rollout: runtime.rollout.base runtime.rollout.distillation runtime.rollout.hybrid_engine_rollout
 runtime.zero.config: runtime.zero.offload_config
 """
@@ -363,6 +364,7 @@ checkpoint_tag_validation_fail""".split()  # noqa: SIM905
 # module that `python -m` can run -> its function
 RUN: Mapping[str, str] = {
     "deepspeed.env_report": "slipstream.compat.launcher:report",
+    "deepspeed.launcher.launch": "slipstream.compat.launcher:main",
     "deepspeed.launcher.runner": "slipstream.compat.launcher:main",
     "deepspeed.utils.zero_to_fp32": "slipstream.compat.launcher:zero_to_fp32",
     "deepspeed.checkpoint.ds_to_universal": "slipstream.compat.universal:main",
