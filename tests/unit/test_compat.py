@@ -926,6 +926,23 @@ def test_a_module_of_a_model_in_init_can_be_whole(deepspeed: Any) -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_init_shards_at_the_end_of_each_context_and_engines_are_built_inside(deepspeed: Any) -> None:
+    models = []
+    with deepspeed.zero.Init():
+        for stage in (3, 3, 0):
+            with deepspeed.zero.Init():
+                models.append(torch.nn.Linear(4, 1))
+            assert hasattr(models[-1].weight, "ds_id")
+            models.append(torch.nn.Linear(4, 1))
+            for model in models[-2:]:
+                engine = make(deepspeed, stage, model)
+                engine.backward(engine(torch.ones(1, 4)).sum())
+                engine.step()
+        last = torch.nn.Linear(4, 1)
+    assert hasattr(last.weight, "ds_id") and not hasattr(torch.nn.Linear(4, 1).weight, "ds_id")
+
+
+@pytest.mark.usefixtures("group")
 def test_init_does_not_shard_over_fewer_ranks_than_were_launched(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(RuntimeError, match="the launcher started 8 ranks"):

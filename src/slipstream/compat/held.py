@@ -333,10 +333,10 @@ class Init:
         return cls._open is not None
 
     def __enter__(self) -> Init:
-        if self.enabled and not Init.is_open():  # nested contexts: the outer one shards
-            Init._open = self
+        if self.enabled:
             stack = self._stack
-            stack.callback(self._close)
+            stack.callback(self._close, Init._open)
+            Init._open = self
             stack.callback(register_module_module_registration_hook(self._take_child).remove)
             stack.callback(register_module_parameter_registration_hook(self._take_param).remove)
             if self.dtype is not None:
@@ -346,11 +346,11 @@ class Init:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if Init._open is self and kind is None:
-            self._hold_fresh([module for module, _ in self._fresh.values()])
+            self._hold_all()
         self._stack.close()
 
-    def _close(self) -> None:
-        Init._open = Init._paused = None
+    def _close(self, outer: Init | None) -> None:
+        Init._open, Init._paused = outer, None
         self._fresh.clear()
 
     def _take_param(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -360,6 +360,9 @@ class Init:
     def _take_child(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
             self._hold_fresh(list(child.modules()))
+
+    def _hold_all(self) -> None:
+        self._hold_fresh([module for module, _ in self._fresh.values()])
 
     def _hold_fresh(self, modules: Iterable[nn.Module]) -> None:
         """Shard by name: `to_empty` replaces the parameters of a module that was built on meta (torch's `skip_init`)."""
@@ -374,8 +377,10 @@ class Init:
 
 
 def shutdown_init_context() -> None:
-    """Let what is built from here on have ordinary parameters, until `restore_init_context`. No-op outside `Init`."""
+    """Shard what `Init` has built, and let what is built from here on have ordinary parameters, until `restore_init_context`. No-op
+    outside `Init`."""
     if Init._open is not None:
+        Init._open._hold_all()
         Init._open, Init._paused = None, Init._open
 
 
@@ -438,7 +443,17 @@ class _HeldReader:
 
 @contextmanager
 def held_values(model: nn.Module | None) -> Iterator[None]:
-    """A context in which `slipstream.initialize` can read held parameters. If it fails, they are held again."""
+    """A context in which `slipstream.initialize` can read held parameters, also inside `Init`. If it fails, they are held again."""
+    shutdown_init_context()
+    try:
+        with _readable(model):
+            yield
+    finally:
+        restore_init_context()
+
+
+@contextmanager
+def _readable(model: nn.Module | None) -> Iterator[None]:
     named: dict[str, Any] = {}
     if model is not None:
         named = {name: param for name, param in model.named_parameters(remove_duplicate=False) if is_held(param)}
