@@ -543,7 +543,10 @@ def test_a_folder_of_checkpoints_brings_its_own_converter(deepspeed: Any, tmp_pa
     half = torch.load(tmp_path / "half" / "pytorch_model.bin")
     assert half.keys() == expected.keys() and all(torch.equal(v, expected[name].bfloat16()) for name, v in half.items())
     folders = argparse.Namespace(input_folder=str(tmp_path / "a"), output_folder=str(tmp_path / "any_name"))
-    assert importlib.import_module("deepspeed.checkpoint.ds_to_universal").main(folders) == 0
+    universal = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+    assert universal.main(folders) == 0
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        universal.main(argparse.Namespace(input_folder=str(tmp_path / "nowhere"), output_folder=folders.output_folder))
     assert (tmp_path / "latest_universal").read_text() == "any_name" and (tmp_path / "any_name" / "zero").is_dir()
     other = make(deepspeed, model=toy.seeded(toy.Lm, seed=3), checkpoint={"load_universal": True})
     assert other.load_checkpoint(str(tmp_path))[0] == str(tmp_path / "any_name")

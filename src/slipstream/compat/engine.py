@@ -360,7 +360,8 @@ class DeepSpeedEngine(Engine):
             if not (script := Path(save_dir, name)).exists():
                 script.write_text(text)
                 script.chmod(script.stat().st_mode | 0o100)
-        return saved
+        with self.together("save_checkpoint"):  # every rank finds the scripts
+            return saved
 
     def load_checkpoint(
         self,

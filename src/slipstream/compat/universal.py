@@ -22,12 +22,16 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace | None = None) -> int:
-    """Write a checkpoint in DeepSpeed's universal format, and its name into `latest_universal` beside it."""
-    args = parse_arguments() if args is None else args
-    output = Path(os.path.abspath(args.output_folder))
+    """Write a checkpoint in DeepSpeed's universal format, and its name into `latest_universal` beside it.
+
+    Raises ValueError if it cannot be read, which the command (without `args`) prints."""
+    given = args or parse_arguments()
+    output = Path(os.path.abspath(given.output_folder))
     try:
-        sys.stdout.write(f"{convert(args.input_folder, output.parent, 'deepspeed', name=output.name)}\n")
+        sys.stdout.write(f"{convert(given.input_folder, output.parent, 'deepspeed', name=output.name)}\n")
     except ValueError as error:
+        if args is not None:
+            raise
         sys.stderr.write(f"ds_to_universal.py: {error}\n")
         return 2
     return 0
