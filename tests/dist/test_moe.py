@@ -1754,17 +1754,27 @@ class Choice(nn.Module):
         return result
 
 
+# how a module that chooses is marked -> the config that does
+MARKS: dict[str, dict[str, list[str]]] = {
+    "marked": {},
+    "classes": {"classes": [f"{Choice.__module__}.Choice"]},
+    "names": {"names": ["layer"]},
+    "name_suffixes": {"name_suffixes": ["yer"]},
+    "root": {"classes": ["Branches"]},
+}
+
+
 class Branches(nn.Module):
     """Experts that know nothing of each other, in a layer of their own, in a repeated one, or in the model itself."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
         self.inp = nn.Linear(8, 8)
-        self.layer = Choice("paths" if where == "marked" else "experts") if where in ("layer", "marked") else None
+        self.layer = Choice("experts" if where == "layer" else "paths") if where in ("layer", *MARKS) and where != "root" else None
         if where == "marked":
             set_z3_leaf_module(self.layer, True)
         self.layers = nn.ModuleList(Choice("experts") for _ in range(2)) if where == "layers" else []
-        if where in ("model", "unmarked"):
+        if where in ("model", "unmarked", "root"):
             self.add_module("experts" if where == "model" else "paths", nn.ModuleList(nn.Linear(8, 8) for _ in range(2)))
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
@@ -1776,7 +1786,7 @@ class Branches(nn.Module):
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
-@pytest.mark.parametrize("where", ["model", "layer", "layers", "marked"])
+@pytest.mark.parametrize("where", ["model", "layer", "layers", *MARKS])
 def test_ranks_may_run_different_experts_of_a_list(transport: str, where: str) -> None:
     rank = dist.get_rank()
     for stage in cases.stages(transport):
@@ -1784,7 +1794,8 @@ def test_ranks_may_run_different_experts_of_a_list(transport: str, where: str) -
         model, reference = Branches(where), Branches(where)
         reference.load_state_dict(model.state_dict())
         sgd = {"type": "SGD", "params": {"lr": 0.5}}
-        engine = make(model, stage, transport, optimizer=sgd, gradient_clipping=0)
+        zero = {"stage": stage, "leaf_module": MARKS.get(where, {})}
+        engine = make(model, stage, transport, optimizer=sgd, gradient_clipping=0, zero_optimization=zero)
         plain = torch.optim.SGD(reference.parameters(), lr=0.5)
         for step in range(3):
             engine.backward(engine(batch(rank, step), (rank + step) % 2))
@@ -1822,6 +1833,6 @@ def test_experts_over_ranks_step_by_signs_as_far_as_on_each_rank(kind: str, tran
 @distributed(world_size=2, transports=("gloo",))
 def test_modules_of_a_list_that_is_none_of_experts_are_blocks(transport: str) -> None:
     engine = make(Branches("unmarked"), 3, transport)
-    with pytest.raises(PeerError, match=r"ranks took different branches in the model(.|\n)*set_z3_leaf_module\(module, True\)"):
+    with pytest.raises(PeerError, match=r"ranks took different branches in the model(.|\n)*zero_optimization.leaf_module"):
         engine(batch(dist.get_rank(), 0), dist.get_rank())
     engine.destroy()

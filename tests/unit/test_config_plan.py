@@ -23,6 +23,7 @@ from slipstream.optim import resolve_optimizer
 from slipstream.parallel.schedule import simulate
 from slipstream.train import compiled, rehearse
 from slipstream.train.schedules import build_scheduler
+from slipstream.zero.wrap import LEAF_RULES
 from tests.unit.test_config_schema import ACCELERATE
 
 # The plan has these blocks whole: test_compression.py, test_monitors.py, test_curriculum.py, test_curriculum_data.py,
@@ -780,6 +781,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "data_types.keep_in_fp32_modules": st.sampled_from(["auto", [], ["e_score*"]]),
     "zero_optimization.ignore_unused_parameters": st.booleans(),
     "zero_optimization.enable_sanity_checks": st.booleans(),
+    **{f"zero_optimization.leaf_module.{rule}": st.sampled_from(["Router", []]) for rule in LEAF_RULES},
     "zero_optimization.stage": st.integers(0, 3),
     "zero_optimization.zero_quantized_weights": flags,
     "zero_optimization.zero_quantized_nontrainable_weights": flags,

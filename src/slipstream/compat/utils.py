@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from slipstream.compat.accelerator import DeepSpeedAccelerator, get_accelerator
 from slipstream.compat.comm import get_rank
-from slipstream.zero.wrap import is_leaf
+from slipstream.zero.wrap import is_leaf, mark_leaves
 
 logger = logging.getLogger("slipstream")  # the parent of all of Slipstream's loggers
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
@@ -117,18 +117,9 @@ def set_z3_leaf_modules(
 
     Raises ValueError if there is none and `raise_if_not_found` is set.
     """
-    targets = list(leaf_module_classes)
-    types = tuple(target for target in targets if isinstance(target, type))
-
-    def is_chosen(module: nn.Module) -> bool:
-        kind = type(module)
-        return isinstance(module, types) or kind.__name__ in targets or f"{kind.__module__}.{kind.__qualname__}" in targets
-
-    chosen = [module for module in model.modules() if is_chosen(module)]
+    chosen, missing = _mark(model, "classes", leaf_module_classes, flag)
     if not chosen and raise_if_not_found:
-        raise ValueError(f"no module of {type(model).__name__} is of class {targets}")
-    for module in chosen:
-        set_z3_leaf_module(module, flag)
+        raise ValueError(f"no module of {type(model).__name__} is of class {missing}")
     return chosen
 
 
@@ -142,14 +133,14 @@ def set_z3_leaf_modules_by_name(
 
     Raises ValueError if a name was not found and `raise_if_not_found` is set.
     """
-    return _mark_names(model, module_names, str.__eq__, flag, raise_if_not_found)
+    return _mark_names(model, "names", module_names, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """As `set_z3_leaf_modules_by_name`, for the modules whose names end in one of the suffixes."""
-    return _mark_names(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+    return _mark_names(model, "name_suffixes", module_name_suffixes, flag, raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -169,15 +160,17 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
     return hasattr(model, "ds_z3_leaf_module")
 
 
+def _mark(model: nn.Module, rule: str, wanted: Iterable[Any], flag: bool) -> tuple[list[nn.Module], list[Any]]:
+    found = mark_leaves(model, rule, wanted, flag)
+    chosen = list(dict.fromkeys(module for modules in found.values() for module in modules))
+    return chosen, [each for each, modules in found.items() if not modules]
+
+
 def _mark_names(
-    model: nn.Module, names: Sequence[str], matches: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
+    model: nn.Module, rule: str, names: Sequence[str], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    by_name = {wanted: [module for name, module in model.named_modules() if matches(name, wanted)] for wanted in names}
-    chosen = list(dict.fromkeys(module for modules in by_name.values() for module in modules))
-    for module in chosen:
-        set_z3_leaf_module(module, flag)
-    missing = [wanted for wanted, modules in by_name.items() if not modules]
+    chosen, missing = _mark(model, rule, names, flag)
     if missing and raise_if_not_found:
-        how = "named" if matches is str.__eq__ else "with a name that ends in"
+        how = "named" if rule == "names" else "with a name that ends in"
         raise ValueError(f"no module of {type(model).__name__} is {how} {', '.join(map(repr, missing))}")
     return chosen, missing

@@ -214,6 +214,9 @@ class ZeroPlan:
     error_beta: float | None = key("zero_optimization.zeropp_loco_param.err_beta", when=lambda plan: plan.error_beta is not None)
     error_steps: int = key("zero_optimization.zeropp_loco_param.reset_T", when=lambda plan: plan.error_beta is not None)
     reduce_op: Literal["mean", "sum"] = key("gradient_allreduce_op")
+    leaf_classes: tuple[str, ...] = key("zero_optimization.leaf_module.classes", read=tuple, shown=list)  # gathered as a whole
+    leaf_names: tuple[str, ...] = key("zero_optimization.leaf_module.names", read=tuple, shown=list)
+    leaf_name_suffixes: tuple[str, ...] = key("zero_optimization.leaf_module.name_suffixes", read=tuple, shown=list)
     # Parameters without a gradient; otherwise the step raises an error.
     ignore_unused: bool = key("zero_optimization.ignore_unused_parameters")
     compares_weights: bool = key("zero_optimization.enable_sanity_checks")  # each step, those that are replicated

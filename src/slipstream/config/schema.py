@@ -51,7 +51,6 @@ from slipstream.config.values import (
 # Why keys have no effect
 
 _UNITS = "parameters are communicated in whole units (one per repeated block), not in buckets of this size"
-_WHOLE = "each unit is gathered as a whole, so its modules already behave as leaf modules"
 _TRANSPORT = "the transport chooses the collective; reductions have a fixed order and send each byte once"
 _PINNED = "host buffers for GPU copies are always pinned"
 _STREAMED = "the optimizer always prefetches chunks and writes them back asynchronously"
@@ -184,9 +183,12 @@ class ZenFlow(Block):
 
 
 class LeafModule(Block):
-    classes: Names = no_effect([], _WHOLE)
-    names: Names = no_effect([], _WHOLE)
-    name_suffixes: Names = no_effect([], _WHOLE)
+    classes: Names = honored(
+        [],
+        "Classes (`Router`, `my.models.Router`) of modules to gather as a whole, so that ranks may run different modules in them.",
+    )
+    names: Names = honored([], "As `classes`, by names in `model.named_modules()`.")
+    name_suffixes: Names = honored([], "As `names`, by ends of names.")
 
 
 class Loco(Block):

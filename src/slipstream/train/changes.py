@@ -6,6 +6,7 @@ Changes replace classes of modules in place, so the names of parameters, and wit
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,12 @@ from slipstream.train.random_ltd import drop_tokens
 from slipstream.train.second_order import SecondOrder, mean_over, most_over
 from slipstream.train.trial import follow_trial
 from slipstream.zero.init import Load, asked
+from slipstream.zero.wrap import LEAF_RULES, mark_leaves
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 # Changes the model as the plan says, or raises ValueError before it has changed anything. Returns a function that connects the
 # change to the engine (hooks per step in `states.after_step`, counters for checkpoints), or None.
@@ -65,6 +69,13 @@ def _quantize(model: nn.Module, plan: Plan) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedEmbedding):
             module.dtype = plan.precision.param_dtype
+
+
+def _mark_leaves(model: nn.Module, plan: Plan) -> None:
+    for rule in LEAF_RULES:
+        chosen = mark_leaves(model, rule, getattr(plan.zero, f"leaf_{rule}"))
+        if missing := [wanted for wanted, modules in chosen.items() if not modules]:
+            logger.warning("zero_optimization.leaf_module.%s: no module of the model matches %s", rule, ", ".join(missing))
 
 
 def _fuse_layers(model: nn.Module, plan: Plan) -> None:
@@ -125,6 +136,7 @@ def _observe(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
 CHANGES: tuple[Change, ...] = (
     _multiply,
     _quantize,
+    _mark_leaves,
     _sparse_attention,
     _fuse_layers,
     drop_layers,

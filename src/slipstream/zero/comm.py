@@ -290,7 +290,7 @@ class ProcessGroupComm(Comm):
                 "ranks took different branches in the model, had inputs of different sizes, ran different numbers of "
                 f"micro-batches, or called different methods of the engine: {places_of_ranks}. Without shared memory, every rank "
                 "must run the same modules in the same order and call the same collective methods. A module that runs others by "
-                "choice is gathered as a whole, and its choice is free, after deepspeed.utils.set_z3_leaf_module(module, True)"
+                "choice is gathered as a whole, and its choice is free, if zero_optimization.leaf_module in the config names it"
             )
         return rows[:, _HEAD : _HEAD + values.numel()]
 

@@ -9,12 +9,15 @@ A parameter that several modules share belongs to its first group.
 
 [Note: Choices] Without shared memory, a unit is gathered from all ranks, so all ranks must run its block. Not all ranks run each
 expert of a list, only those that their tokens chose, so the layer that has the list is the block. A list counts as one of experts
-by its name or its elements' class. Any other module that chooses counts if it is marked (`deepspeed.utils.set_z3_leaf_module`).
+by its name or its elements' class. Any other module that chooses counts if it is marked (`zero_optimization.leaf_module`,
+`deepspeed.utils.set_z3_leaf_module`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -66,12 +69,35 @@ def repeated_blocks(model: nn.Module) -> list[str]:
                 blocks += visit(child, path + ".") or ([path] if path in layers else [])
         return blocks
 
-    return visit(model, "")
+    return [] if is_leaf(model) else visit(model, "")
 
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is marked as one whose modules are gathered together."""
     return bool(vars(module).get("_z3_leaf", False))
+
+
+def _is_of_class(wanted: type | str, name: str, module: nn.Module) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    return wanted in (type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
+
+
+# how modules are chosen: key of the config -> whether the wanted class, name or suffix is that of a module
+LEAF_RULES: dict[str, Callable[[Any, str, nn.Module], bool]] = {
+    "classes": _is_of_class,
+    "names": lambda wanted, name, module: name == wanted,
+    "name_suffixes": lambda wanted, name, module: name.endswith(wanted),
+}
+
+
+def mark_leaves(model: nn.Module, rule: str, wanted: Iterable[Any], flag: bool = True) -> dict[Any, list[nn.Module]]:
+    """Mark (or unmark) the modules that a rule of `LEAF_RULES` chooses; returns those of each wanted value."""
+    modules = list(model.named_modules())
+    chosen = {each: [module for name, module in modules if LEAF_RULES[rule](each, name, module)] for each in wanted}
+    for module in (module for found in chosen.values() for module in found):
+        module._z3_leaf = flag
+    return chosen
 
 
 def expert_lists(model: nn.Module) -> list[str]:
