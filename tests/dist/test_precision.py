@@ -70,11 +70,11 @@ def test_the_loss_scale_follows_its_rules() -> None:
     for stage in (0, 3):
         engine = toy.make(toy.seeded(toy.Lm), stage, fp16=dynamic(hysteresis=2, loss_scale_window=2, min_loss_scale=4))
         scales = []
-        for bad in (1, 1, float("inf"), float("inf"), float("inf"), 1, 1):
+        for bad in (1, 1, 1, float("inf"), float("inf"), float("inf"), 1, 1, 1):
             spoiled_step(engine, bad)
             scales.append(engine.precision.loss_scale)
-        # two clean steps double; the hysteresis of 2 swallows the first overflow; two clean steps double again
-        assert scales == [16, 32, 32, 16, 8, 8, 16]
+        # two clean steps after the first double; the hysteresis of 2 swallows the first overflow; then the same again
+        assert scales == [16, 16, 32, 32, 16, 8, 8, 8, 16]
         engine.destroy()
 
 

@@ -209,8 +209,10 @@ def scales(*batches: float, **block: Any) -> list[float]:
 
 
 def test_fp16_loss_scale_window() -> None:
-    assert scales(1, 1, 1, 1, loss_scale_window=2) == [16, 32, 32, 64]
-    assert scales(1, 1, 1, 1, loss_scale_window=3) == [16, 16, 32, 32]
+    """As in DeepSpeed, the first step, and the first one after an overflow, do not count."""
+    assert scales(1, 1, 1, 1, loss_scale_window=2) == [16, 16, 32, 32]
+    assert scales(1, 1, 1, 1, loss_scale_window=3) == [16, 16, 16, 32]
+    assert scales(1, 1, math.inf, 1, 1, 1, loss_scale_window=1, hysteresis=1) == [16, 32, 16, 16, 32, 64]
 
 
 def test_fp16_hysteresis() -> None:

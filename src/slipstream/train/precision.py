@@ -25,7 +25,7 @@ MAX_SKIPPED = 50  # consecutive steps with a scale that cannot fall; a dynamic s
 
 
 class LossScaler:
-    """Dynamic loss scaling: halve after `hysteresis` overflows, double after `window` clean steps.
+    """Dynamic loss scaling: halve after `hysteresis` overflows, double after `window` clean steps that follow a clean step.
 
     Overflows that a lower scale cannot prevent stop the run: one at the lowest dynamic scale, or `MAX_SKIPPED` in a row if the
     scale is static or absent.
@@ -54,12 +54,12 @@ class LossScaler:
                 )
             return
         if applied:
+            doubles = self.clean_steps > 0 and self.clean_steps % plan.window == 0
             self.clean_steps += 1
-            if plan.consecutive_hysteresis:
+            if doubles or plan.consecutive_hysteresis:
                 self.patience = plan.hysteresis
-            if self.clean_steps % plan.window == 0:
+            if doubles:
                 self.set(self.scale * 2.0)
-                self.patience = plan.hysteresis
             return
         self.clean_steps = 0
         if self.patience > 1:
