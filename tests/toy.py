@@ -1,5 +1,6 @@
 """Tiny models for distributed tests, their batches, and helpers to make an engine."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -57,6 +58,24 @@ class Lm(nn.Module):
         for block in self.blocks:
             h = block(h)
         return F.cross_entropy(self.head(h).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper as users write them: it shares the groups of two optimizers, steps these, and counts its own calls."""
+
+    def __init__(self, params: list[Tensor], every: int = 2) -> None:  # like most, without Optimizer.__init__
+        self.inner = [torch.optim.AdamW(params[::2], lr=1e-2), torch.optim.SGD(params[1::2], lr=1e-2, momentum=0.9)]
+        self.param_groups = [group for each in self.inner for group in each.param_groups]
+        self.state, self.every, self.calls = defaultdict(dict), every, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.inner:
+            each.step()
+        self.calls += 1
+        for p in [p for group in self.param_groups for p in group["params"] if self.calls % self.every == 0]:
+            slow = self.state[p].setdefault("slow", torch.zeros_like(p))
+            p.copy_(slow.lerp_(p, 0.5))
 
 
 def seeded(kind: Callable[[], nn.Module], seed: int = 0) -> Any:

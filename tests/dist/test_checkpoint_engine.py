@@ -145,6 +145,24 @@ def test_resumes_bit_for_bit(dtype: str, transport: str, tmp_path: Path) -> None
         engine.destroy()
 
 
+@distributed(world_size=2)
+def test_the_states_of_optimizers_inside_an_optimizer_are_saved(tmp_path: Path) -> None:
+    states = []
+    for stage in (1, 3):
+        engine = small(optimizer=lambda params: toy.Lookahead(params, every=1), zero_optimization={"stage": stage})
+        if stage == 1:
+            train(engine, 2)
+            engine.save_checkpoint(str(tmp_path))
+        engine.load_checkpoint(str(tmp_path))
+        states.append(engine.optimizer.state_dict()["state"])
+        train(engine, 1)
+        states[-1]["after"] = engine.state_dict()
+        engine.destroy()
+    for number, expected in states[0].items():
+        assert number == "after" or len({"slow", "exp_avg@1", "momentum_buffer@2"} & expected.keys()) == 2
+        same(states[1][number], expected)
+
+
 # ---- failures
 
 

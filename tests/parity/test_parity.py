@@ -238,6 +238,7 @@ NAMED: dict[str, tuple[str, dict[str, Any], Maker]] = {
 CALLABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Optimizer]]] = {
     "torch.optim.Muon": (Matrices, lambda params: OPTIM.Muon(params, lr=LR, weight_decay=0.1)),
     "a user's": (toy.Lm, lambda params: Fromage(params)),
+    "several in one": (toy.Lm, lambda params: toy.Lookahead(list(params))),
     "amsgrad": (toy.Lm, lambda params: OPTIM.AdamW(params, lr=LR, amsgrad=True)),
     "NAdam": (toy.Lm, lambda params: OPTIM.NAdam(params, lr=LR, decoupled_weight_decay=True)),
 }

@@ -14,15 +14,16 @@ import itertools
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.optim.nested import Nested
 from slipstream.optim.rules import Rule, unsupported_option
 from slipstream.zero.access import Joint, joined, joints
 from slipstream.zero.layout import Span
@@ -97,7 +98,6 @@ class NoOptimizer(torch.optim.Optimizer):
     def __init__(self) -> None:
         # No Optimizer.__init__, which raises for an empty list of parameters.
         self.defaults, self.param_groups, self.state = {}, [], {}  # type: ignore[assignment]
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
 
 class ShardedSteps(ABC):
@@ -112,19 +112,19 @@ class ShardedSteps(ABC):
     rest: Rest | None = None  # what steps leave unchanged; None: nothing
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule | None) -> None:
-        self.inner, self.rule = inner, rule
+        self.inner, self.rule, self.nested = inner, rule, Nested(inner)
         self.members: dict[Unit, Membership] = {}
         # Some optimizers create state when they are built (Adagrad), and a user's may have stepped: that state is sharded here
-        self._initial: dict[Tensor, dict[str, Any]] = dict(inner.state)
-        inner.state.clear()
+        self._initial: dict[Tensor, dict[str, Any]] = self.nested.pop_all()
         self._stepping = False
-        self._guard = inner.register_step_pre_hook(_refusal(weakref.ref(self)))
+        self._guards = [each.register_step_pre_hook(_refusal(weakref.ref(self))) for each in self.nested.members]
         self.add(units)
 
     def close(self) -> None:
         """Give the optimizer back to its owner, without states."""
-        self._guard.remove()
-        self.inner.state.clear()
+        for guard in self._guards:
+            guard.remove()
+        self.nested.pop_all()
 
     @property
     def has_optimizer(self) -> bool:
@@ -217,7 +217,8 @@ class ShardedSteps(ABC):
 
     def groups_loaded(self) -> None:
         """Let the optimizer's class process loaded groups: AdamW sets decoupled decay even in groups that Adam saved."""
-        self.inner.__setstate__({"state": self.inner.state, "param_groups": self.inner.param_groups})
+        for each in self.nested.members:
+            each.__setstate__({"state": each.state, "param_groups": each.param_groups})
 
     def loaded_without_states(self, done: int) -> str:
         """The error text if a run cannot continue after `done` steps with weights alone, else "", and the consequence is logged."""
@@ -298,11 +299,12 @@ def _refusal(owner: weakref.ref[ShardedSteps]) -> Callable[..., None]:
 
 class TorchSteps(ShardedSteps):
     """Any torch optimizer, unit by unit, on copies of the gradient pieces in the master's dtype, which is also the states' dtype.
+    In its groups, and in those of the optimizers inside it, the unit's pieces take the place of the parameters meanwhile.
 
     With `state_dtype` bf16, per-element states are stored in bf16 and converted to the master's dtype while their unit steps.
 
-    Some optimizers count steps in their groups. So the call for each unit starts from the groups' values at the beginning of the
-    engine's step, and a group keeps the values of a call that stepped some of its parameters: groups advance once per step.
+    Some optimizers count steps in their groups or attributes. So the call for each unit starts from the values at the beginning of
+    the engine's step, and a group keeps the values of a call that stepped some of its parameters: groups advance once per step.
 
     [Note: Parts of wholes] An optimizer that needs whole tensors (Muon, Adafactor) steps the whole of a parameter that is cut over
     an axis: weights, gradients and states are joined, each rank computes the same update and keeps its part.
@@ -316,15 +318,17 @@ class TorchSteps(ShardedSteps):
         self.lazy = isinstance(inner, torch.optim.SparseAdam)  # steps only rows with a nonzero gradient
         self._before: list[dict[str, Any]] = []  # each group's values at the beginning of the engine's step
         self._after: dict[int, dict[str, Any]] = {}  # values of the groups that have advanced since
+        self._counts = (self.nested.counts(),) * 2  # the attributes' values, at the beginning and now
 
     def begin(self, units: Sequence[Unit]) -> None:
-        self._before = [_values(group) for group in self.inner.param_groups]
+        self._before = [_values(group) for group in self.nested.groups()]
         self._after.clear()
+        self._counts = (self.nested.counts(),) * 2
 
     def drop(self, unit: Unit) -> None:
         for piece in self.members.pop(unit).pieces:
             if piece.leaf is not None:
-                self.inner.state.pop(piece.leaf, None)
+                self.nested.pop(piece.leaf)
 
     def _leaf(self, piece: UpdatePiece) -> Tensor:
         if piece.leaf is None:
@@ -332,7 +336,7 @@ class TorchSteps(ShardedSteps):
             assert view is not None, "train/initialize.py refuses torch optimizers with a disk tier"
             piece.leaf = view.view(piece.shape if self.whole else (-1,)).detach()
             if initial := self._initial_state(piece, flat=not self.whole):
-                self.inner.state[piece.leaf] = initial
+                self.nested.put(piece.leaf, initial)
         return piece.leaf
 
     def chunks(self, unit: Unit) -> Sequence[StateChunk]:
@@ -340,11 +344,6 @@ class TorchSteps(ShardedSteps):
 
     def step(self, unit: Unit, chunk: StateChunk, scale: float) -> None:
         grads = unit.sums.whole()
-        groups = self.inner.param_groups
-        users_params = [group["params"] for group in groups]
-        for group, values in zip(groups, self._before, strict=True):
-            _set_values(group, values)
-            group["params"] = []
         pieces = [piece for piece in self.members[unit].pieces if self.due(piece)]
         leaves = [self._leaf(piece) for piece in pieces]
         self._cast_states(leaves, None)
@@ -353,12 +352,21 @@ class TorchSteps(ShardedSteps):
             stepped.append(self._joined(piece, leaf))
             grad = joined(grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape), self._cuts(piece))
             stepped[-1].grad = grad.to_sparse(1) if self.lazy else grad
-            groups[piece.group]["params"].append(stepped[-1])
+        of_param = {id(piece.param): tensor for piece, tensor in zip(pieces, stepped, strict=True)}
+        groups = self.nested.groups()
+        users_params = [group["params"] for group in groups]
+        for group, values in zip(groups, self._before, strict=True):
+            _set_values(group, values)
+            group["params"] = [of_param[id(param)] for param in group["params"] if id(param) in of_param]
         self._stepping = True
+        self.nested.set_counts(self._counts[0])
         try:
             self.inner.step()
         finally:
             self._stepping = False
+            if pieces:
+                self._counts = (self._counts[0], self.nested.counts())
+            self.nested.set_counts(self._counts[1])
             for piece, whole in zip(pieces, stepped, strict=True):
                 self._keep_part(piece, whole)
             self._cast_states(leaves, self.state_dtype)
@@ -385,8 +393,8 @@ class TorchSteps(ShardedSteps):
         if not cuts:
             return leaf
         whole = joined(leaf, cuts)
-        state = self.inner.state.pop(leaf, {})
-        self.inner.state[whole] = {**state, **{name: joined(value, cuts) for name, value in _per_element(state, leaf).items()}}
+        state = self.nested.pop(leaf)
+        self.nested.put(whole, state | {name: joined(value, cuts) for name, value in _per_element(state, leaf).items()})
         return whole
 
     def _keep_part(self, piece: UpdatePiece, whole: Tensor) -> None:
@@ -401,46 +409,41 @@ class TorchSteps(ShardedSteps):
             return value
 
         leaf.copy_(own(whole))
-        state = self.inner.state.pop(whole, {})
-        self.inner.state[leaf] = state | {name: own(value) for name, value in _per_element(state, whole).items()}
+        state = self.nested.pop(whole)
+        self.nested.put(leaf, state | {name: own(value) for name, value in _per_element(state, whole).items()})
 
     def _cast_states(self, leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
         """Convert per-element states to `dtype`, or to their master's dtype if None. A no-op if states are kept in fp32."""
         if self.state_dtype is torch.float32:
             return
         for leaf in leaves:
-            state = self.inner.state.get(leaf, {})
-            state |= {name: value.to(dtype or leaf.dtype) for name, value in _per_element(state, leaf).items()}
+            state = self.nested.state(leaf)
+            self.nested.put(
+                leaf, state | {name: value.to(dtype or leaf.dtype) for name, value in _per_element(state, leaf).items()}
+            )
 
     def memory(self) -> Iterator[Tensor | Store]:
-        values = (value for state in self.inner.state.values() for value in state.values())
+        values = (value for states in self.nested.states() for state in states.values() for value in state.values())
         return (value for value in values if isinstance(value, Tensor) and value.dim() > 0)
 
     def _state(self, piece: UpdatePiece) -> dict[str, Any]:
-        return self.inner.state.get(self._leaf(piece), {})
+        return self.nested.state(self._leaf(piece))
 
     def states(self, piece: UpdatePiece) -> dict[str, Tensor | Section]:
         return {name: value.view(-1) for name, value in _per_element(self._state(piece), self._leaf(piece)).items()}
 
     def make_states(self, piece: UpdatePiece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
         leaf = self._leaf(piece)
-        before = self.inner.state.pop(leaf, None)
-        if dtypes:
-            self.inner.state[leaf] = {name: torch.zeros_like(leaf, dtype=dtype) for name, dtype in dtypes.items()}
-
-        def undo() -> None:
-            self.inner.state.pop(leaf, None)
-            if before is not None:
-                self.inner.state[leaf] = before
-
-        return undo
+        before = self.nested.state(leaf)
+        self.nested.put(leaf, {name: torch.zeros_like(leaf, dtype=dtype) for name, dtype in dtypes.items()})
+        return partial(self.nested.put, leaf, before)
 
     def scalars(self, piece: UpdatePiece) -> dict[str, Any]:
         per_element = self.states(piece)
         return {name: value for name, value in self._state(piece).items() if name not in per_element}
 
     def load_scalars(self, piece: UpdatePiece, values: dict[str, Any]) -> None:
-        self.inner.state[self._leaf(piece)].update(values)
+        self.nested.put(self._leaf(piece), self._state(piece) | values)
 
 
 def _per_element(state: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
