@@ -43,7 +43,7 @@ def layers() -> list[Any]:
 
 def module(kind: type[PipelineModule] = PipelineModule, **kwargs: Any) -> PipelineModule:
     torch.manual_seed(0)
-    return kind(layers(), loss_fn=mse_loss, seed_layers=True, **kwargs)
+    return kind(layers(), **{"loss_fn": mse_loss, "seed_layers": True} | kwargs)
 
 
 def batches(index: int, step: int, count: int = MICRO, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
@@ -657,6 +657,11 @@ def test_what_a_pipeline_refuses() -> None:
         engine.train_batch(iter([]))
     with pytest.raises(ValueError, match="has no data"):
         engine.train_batch()
+    engine.destroy()
+    engine = make(module(num_stages=1, loss_fn=lambda out, y: (mse_loss(out, y), out.mean())), 1, "auto")
+    for call in (engine.train_batch, engine.eval_batch):
+        with pytest.raises(ValueError, match=r"must be a scalar tensor, not tuple: pass a loss_fn= .*get_additional_losses\(\)"):
+            call(iter(batches(0, 0)))
     engine.destroy()
 
 

@@ -366,11 +366,8 @@ class PipelineEngine(Engine):
         self._announce(action)
         outputs = Engine.forward(self, inputs, batch, chunk=action.chunk)
         if sent is None:
-            outputs = self.module.loss(self.precision.leave(outputs), self.precision.widen(batch))
-            if not isinstance(outputs, Tensor) or outputs.numel() != 1:
-                raise ValueError(f"the last stage's loss must be a scalar tensor, not {_describe(outputs)}: pass loss_fn=")
+            outputs = self._loss(outputs, batch)
             losses.append(outputs.detach())
-            self._report()
         else:
             self._send(sent, outputs, kept)
         return ActionRun(inputs, outputs)
@@ -393,10 +390,18 @@ class PipelineEngine(Engine):
             inputs = [tensor for tensor in tensors_in(run.inputs) if tensor.requires_grad]
             self._send(sent, [tensor.grad for tensor in inputs], kept)
 
-    def _report(self) -> None:
-        """Keep the module's additional losses of a micro-batch."""
+    def _loss(self, outputs: Any, batch: Any) -> Tensor:
+        """The loss of a micro-batch; keeps the module's additional ones. Raises ValueError unless it is a tensor, in training of
+        one element."""
+        loss = self.module.loss(self.precision.leave(outputs), self.precision.widen(batch))
+        if not isinstance(loss, Tensor) or (loss.numel() != 1 and torch.is_grad_enabled()):
+            raise ValueError(
+                f"the loss of a micro-batch must be a scalar tensor, not {_describe(loss)}: pass a loss_fn= that returns one; the "
+                "module's get_additional_losses() reports others"
+            )
         if self._has_reports:
             self._reported.append(self.module.get_additional_losses() or {})
+        return loss
 
     @property
     def _has_reports(self) -> bool:
@@ -460,8 +465,7 @@ class PipelineEngine(Engine):
                 continue
             outputs = [out] if compute_loss else [*outputs, out]
             if compute_loss:
-                losses.append(self.module.loss(self.precision.leave(out), batch).detach())
-                self._report()
+                losses.append(self._loss(out, batch).detach())
         self.mail.flush()
         return losses, outputs
 
