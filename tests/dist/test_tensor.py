@@ -678,9 +678,11 @@ def test_partition_configs_that_are_refused() -> None:
     for name in ("Bert", "EuroBert"):  # the second computes it by `self.loss_function`
         config = getattr(transformers, f"{name}Config")(**ENCODERS["bert"] | {"pad_token_id": 1})
         encoder = getattr(transformers, f"{name}ForMaskedLM")(config)
-        block = {"autotp_size": 2, "vocab_parallel_lm_head": True}
-        with pytest.raises(ValueError, match=f"{name}ForMaskedLM computes a loss of its own from whole logits"):
-            slipstream.initialize(model=encoder, config=settings(1, tensor_parallel=block))
+        spec = {"patterns": [r".*decoder\.weight|lm_head\.weight"], "partition_type": "column"}
+        for option in ({"vocab_parallel_lm_head": True}, {"partition_config": {"layer_specs": [spec], "use_default_specs": True}}):
+            block = {"autotp_size": 2} | option
+            with pytest.raises(ValueError, match=f"{name}ForMaskedLM computes a loss of its own from whole logits"):
+                slipstream.initialize(model=encoder, config=settings(1, tensor_parallel=block))
     packed = build("llama")
     projection = packed.model.layers[1].self_attn.q_proj = nn.Identity()  # as GPTQ's layers: no `weight`
     projection.register_buffer("qweight", torch.zeros(4, 32, dtype=torch.int32))
@@ -745,11 +747,12 @@ def test_an_unmodified_model_with_an_mpu() -> None:
     whole = build("llama").model.layers[0].mlp.up_proj.weight.shape
     answers = {"model_parallel_world_size": 2, "model_parallel_rank": dist.get_rank(), "data_parallel_rank": 0}
     mpu = types.SimpleNamespace(**{f"get_{what}": lambda value=value: value for what, value in answers.items()})
-    config = settings(1, tensor_parallel={"autotp_size": 2}, train_batch_size=2, train_micro_batch_size_per_gpu=2)
-    engine = slipstream.initialize(model=build("llama"), config=config, mpu=mpu)[0]
-    assert engine.module.model.layers[0].mlp.up_proj.weight.shape == (whole[0] // 2, whole[1])
-    assert engine.plan.batch.accumulation == 1
-    engine.destroy()
+    for block in ({"autotp_size": 2}, {"tp": {"tp_size": 2}}):
+        config = settings(1, tensor_parallel=block, train_batch_size=2, train_micro_batch_size_per_gpu=2)
+        engine = slipstream.initialize(model=build("llama"), config=config, mpu=mpu)[0]
+        assert engine.module.model.layers[0].mlp.up_proj.weight.shape == (whole[0] // 2, whole[1])
+        assert engine.plan.batch.accumulation == 1
+        engine.destroy()
 
 
 def continued(engine: Any, folder: Path) -> int | None:

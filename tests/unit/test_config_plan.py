@@ -542,7 +542,6 @@ TRAINED = {key for key in HONORED if not key.startswith("autotuning.")}  # the o
 
 # Honored keys without a field of their own in the plan.
 CHECKED = {"data_parallel_size", "sequence_parallel_size", "pipeline.stages", "slipstream.unknown_keys"}
-CHECKED |= {"tensor_parallel.tp.tp_size"}  # the size of an axis, as the two above
 OLDER = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param", "compile.disable"}
 # Blocks that the plan has as they are.
 BLOCKS = ("comms_logger", "compile", "flops_profiler", "hybrid_engine", "progressive_layer_drop", "sparse_attention")

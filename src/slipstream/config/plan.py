@@ -166,7 +166,9 @@ class ExpertPlan:
 class TensorPlan:
     """How layers are sliced over the tp axis."""
 
-    size: int = key("tensor_parallel.autotp_size")  # below 2: not asked for here
+    size: int = of(  # 1: not asked for here
+        Json("tensor_parallel.autotp_size", shown=lambda size: size if size > 1 else 0), Json("tensor_parallel.tp.tp_size")
+    )
     preset: str | None = key("tensor_parallel.preset_model")
     partition: Mapping[str, Any] | None = key("tensor_parallel.partition_config")  # parallel/cuts.py reads it
     vocab_head: bool = key("tensor_parallel.vocab_parallel_lm_head", read=bool)

@@ -132,7 +132,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         Plan,
         mesh=mesh,
         pipeline=values.section(PipelinePlan),
-        tensor=values.section(TensorPlan),
+        tensor=values.section(TensorPlan, size=max(1, values["tensor_parallel.autotp_size"], values["tensor_parallel.tp.tp_size"])),
         experts=_experts(values),
         batch=batch,
         # DeepSpeed enables error feedback by the presence of the block

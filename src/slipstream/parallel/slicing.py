@@ -127,12 +127,15 @@ class _Slicing:
         base: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # without PEFT's wrapper
         loss = getattr(getattr(base, "loss_function", None), "__name__", "")
         is_causal = loss == "ForCausalLMLoss" and calls_loss_function(base)
-        if self.plan.vocab_head and not is_causal:
+        if not is_causal:
+            key, remedy = ("tensor_parallel.vocab_parallel_lm_head", "drop the key")
+            if not self.plan.vocab_head:
+                key, remedy = f"{name!r} is a head without gather_output", "set gather_output in its partition_config entry"
             raise ValueError(
-                f"tensor_parallel.vocab_parallel_lm_head: {type(base).__name__} computes a loss of its own from whole logits, not "
-                "transformers' ForCausalLMLoss by `self.loss_function`; drop the key"
+                f"{key}: {type(base).__name__} computes a loss of its own from whole logits, not transformers' ForCausalLMLoss by "
+                f"`self.loss_function`; {remedy}"
             )
-        if self.cut and is_causal:
+        if self.cut:
             base.loss_function = ShiftedLoss(self.slices)
 
     def _row(self, name: str, module: nn.Module, how: Cut) -> None:
