@@ -257,7 +257,9 @@ def test_a_state_dict_of_released_parameters_has_their_names_and_shapes(tmp_path
         assert all(torch.equal(value, plain[name]) and not value.requires_grad for name, value in state.items())
         assert all(value.requires_grad for value in engine.module.state_dict(keep_vars=True).values())
     model, weight = engine.module, engine.module.head.weight
-    assert model.cpu() is model and 0 < weight.partition_numel() < weight.numel()  # as Lightning calls them
+    assert model.cpu().to(torch.float32) is model and 0 < weight.partition_numel() < weight.numel()  # as Lightning calls them
+    with pytest.raises(RuntimeError, match=r"bfloat16 on parameter .* not gathered here"):
+        model.bfloat16()
     engine.destroy()
     assert model.cpu() is model and not hasattr(weight, "partition_numel")
 

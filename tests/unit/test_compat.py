@@ -349,6 +349,12 @@ def test_a_schedule_steps_with_the_engine(deepspeed: Any) -> None:
         rates += engine.get_lr()
     assert rates == pytest.approx([0.0, 0.025, 0.05]) and engine.lr_scheduler.get_last_lr() == engine.get_lr()
     assert type(engine.lr_scheduler).__name__ in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+    before = engine(toy.tokens(0, 0))
+    engine.backward(before)
+    engine.optimizer.step()  # Fabric's call; its users step the schedule
+    assert engine.global_steps == 4 and engine.get_lr() == rates[2:] and engine(toy.tokens(0, 0)) < before
+    with pytest.raises(ValueError, match="call the closure"):
+        engine.optimizer.step(lambda: None)
     engine.destroy()
 
 
@@ -463,6 +469,9 @@ def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
     engine.load_module_state_dict(expected)
     other = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(toy.seeded(toy.Lm, seed=5), tmp_path)
     assert torch.equal(other.head.weight, expected["head.weight"])
+    readers, place = deepspeed.utils.zero_to_fp32, str(tmp_path / "global_step1")  # of Lightning's converter
+    zero_stage = torch.load(readers.get_optim_files(place)[0])["optimizer_state_dict"]["zero_stage"]
+    assert torch.load(readers.get_model_state_file(place, zero_stage)) == {"epoch": 3}
     assert engine.save_16bit_model(str(tmp_path / "out")) is True
     saved = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert all(torch.equal(saved[name], expected[name]) for name in expected)
@@ -587,6 +596,10 @@ def test_weights_of_deepspeeds_own_checkpoints(deepspeed: Any, name: str, tmp_pa
         members = [member for member in archive.getmembers() if member.name.startswith(f"deepspeed/{name}/")]
         archive.extractall(tmp_path, members, filter="data")
     folder = tmp_path / "deepspeed" / name
+    readers, place = deepspeed.utils.zero_to_fp32, folder / "global_step3"
+    if place.exists():
+        assert len(readers.get_optim_files(place)) == int(name[4])
+        assert torch.load(readers.get_model_state_file(place, int(name[1])), weights_only=False)["global_steps"] == 3
     model = ds.model()
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -891,8 +904,8 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_is_trained_after_an_engine_without_optimizer(deepspeed: Any, stage: int) -> None:
-    """TRL's precompute_ref_log_probs, whose engine goes on answering."""
+def test_a_model_has_one_engine_after_another(deepspeed: Any, stage: int) -> None:
+    """TRL's precompute_ref_log_probs, whose engine goes on answering; Lightning's fit, test and fit."""
     model, ids = toy.seeded(toy.Lm), toy.tokens(0, 0)
     config = {"train_batch_size": len(ids), "zero_optimization": {"stage": stage}}
     deepspeed.initialize(model=model, config=config)  # dropped, but not on each rank at once
@@ -903,8 +916,12 @@ def test_a_model_is_trained_after_an_engine_without_optimizer(deepspeed: Any, st
     assert reference(ids).item() == before
     step(engine)
     assert reference(ids).item() < before
-    with pytest.raises(ValueError, match="already belongs to an engine"):
-        deepspeed.initialize(model=model, config=config)
+    evaluation, *_ = deepspeed.initialize(model=model.to(torch.float32), config=config)
+    assert evaluation.eval()(ids).item() == engine(ids).item() < before
+    with pytest.raises(RuntimeError, match="this engine was destroyed"):
+        engine.step()
+    engine = make(deepspeed, model=model)
+    step(engine)
     engine.destroy()
     head = copy.copy(model.head)
     head.weight = torch.nn.Parameter(torch.zeros_like(model.head.weight))

@@ -52,6 +52,19 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
     custom_loss_scaler = False  # the engine scales the loss itself
     external_loss_scale = torch_autocast_gradscaler = None
 
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """`engine.step()`, except that the schedule does not advance. Fabric calls it. Raises ValueError for a closure."""
+        if closure is not None:
+            raise ValueError("optimizer.step(closure=): the loss is computed before; call the closure, then step() without one")
+        engine, schedule = self.engine, self.engine.lr_scheduler
+        engine.lr_scheduler = None
+        try:
+            engine.step()
+        finally:
+            engine.lr_scheduler = schedule
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
     def needs_scaler(self) -> bool:
         """Whether the loss scale is dynamic. If so, DeepSpeed's callers pass `engine.scale(loss)` to their own backward."""
         return self.dynamic_loss_scale

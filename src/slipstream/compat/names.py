@@ -29,6 +29,7 @@ deepspeed fused: DeepSpeedTransformerConfig DeepSpeedTransformerLayer replace_tr
 inference.engine compat.inference: InferenceEngine
 inference.quantization.quantization compat.zero: _init_group_wise_weight_quantization
 inference.config compat.inference: DeepSpeedInferenceConfig
+inference.config compat.config: DtypeEnum
 ops.transformer fused: DeepSpeedTransformerConfig DeepSpeedTransformerLayer
 module_inject fused: replace_transformer_layer
 module_inject.layers compat.zero: GatherReplacedLayerParams
@@ -155,7 +156,7 @@ utils.groups compat.groups: _create_expert_and_data_parallel _get_broadcast_src_
     get_model_parallel_group get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group
     get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank get_tensor_model_parallel_world_size
 utils.zero_to_fp32 compat.weights: convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict
-    get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint
+    get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint
 checkpoint.utils compat.weights: clone_tensors_for_torch_save
 ops.adam compat.optimizers: DeepSpeedCPUAdam FusedAdam
 ops.adagrad compat.optimizers: DeepSpeedCPUAdagrad

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -183,6 +185,30 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """`convert_zero_checkpoint_to_state_dict` in fp32, with the same arguments except `dtype`."""
     convert_zero_checkpoint_to_state_dict(checkpoint_dir, output_dir, torch.float32, *args, **kwargs)
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
+    """The files of one checkpoint's optimizer states, to be read by `torch.load`. One of Slipstream, which has no stage and no such
+    files, gives a file in memory with stage 0 alone: Lightning's converter asks for the stage, to find `get_model_state_file`."""
+    files = sorted(Path(checkpoint_dir).glob("*_optim_states.pt"), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)])
+    return list(map(str, files)) or [_in_memory({"optimizer_state_dict": {"zero_stage": 0}})]
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> Any:
+    """The first file of one checkpoint's model states, to be read by `torch.load`. One of Slipstream gives a file in memory with
+    its client_state alone."""
+    folder = Path(checkpoint_dir)
+    file = folder / f"{'zero_pp_rank_0_' if zero_stage == 3 else ''}mp_rank_00_model_states.pt"
+    if file.exists():
+        return str(file)
+    return _in_memory(checkpoint.load(folder.parent, folder.name, tensors={}).shared.get("client", {}))
+
+
+def _in_memory(content: dict[str, Any]) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return file
 
 
 def write_weights(state: Mapping[str, Any], path: Path) -> None:

@@ -257,8 +257,7 @@ def parameters_of(engine: Engine) -> list[nn.Parameter]:
 
 def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
     """Set the `ds_` attributes of the engine's sharded parameters, and remove them from the other parameters of `before`."""
-    if engine.optimizer is None:  # the model keeps it: whether `take_over` finds it must not depend on a rank's garbage collector
-        vars(engine.states.hooks)["engine"] = engine
+    vars(engine.states.hooks)["engine"] = engine  # the model keeps it: `take_over` must not depend on a rank's garbage collector
     sharded = parameters_of(engine) if engine.plan.zero.stage == 3 else []
     remove_attributes(before, sharded)
     for param in sharded:
@@ -281,7 +280,7 @@ def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
-    yield from ((model, "save_pretrained", _save_pretrained), (model, "cpu", _to_cpu))
+    yield from ((model, "save_pretrained", _save_pretrained), (model, "_apply", _convert_module))
     yield from ((module, "_save_to_state_dict", _save_values) for module in model.modules())
 
 
@@ -318,10 +317,13 @@ def hide_ranges(engine: Engine) -> None:
             vars(param).pop("ds_tensor", None)
 
 
-def _to_cpu(cpu: Any) -> nn.Module:
-    """`module.cpu()`, which Lightning calls after training: an engine's parameters are not moved."""
-    module: nn.Module = cpu.__self__
-    return module if any(map(is_zero_param, module.parameters())) else cpu()
+def _convert_module(apply: Any, function: Callable[[Tensor], Tensor], *args: Any) -> nn.Module:
+    """`module.cpu()`, `to()` and others, which Lightning calls around each run: an engine's parameters stay where they are.
+    A change of their dtype raises."""
+    module: nn.Module = apply.__self__
+    dtypes = {param.dtype for param in module.parameters() if is_zero_param(param)}
+    stays = dtypes and all(function(torch.empty(0, dtype=dtype)).dtype == dtype for dtype in dtypes)
+    return module if stays else apply(function, *args)
 
 
 def _partition_numel(param: Any) -> int:
@@ -358,12 +360,12 @@ def engine_of(param: nn.Parameter) -> tuple[Any, str]:
 
 
 def take_over(model: Any) -> None:
-    """Destroy the engines without optimizer that have a model's parameters: DeepSpeed lets a second engine have them, and TRL
-    trains the model with which it has computed a reference. From then on, calling such an engine calls the model. Collective."""
+    """Destroy the engines that have a model's parameters: DeepSpeed lets a second engine have them. Lightning tests the model
+    that it has trained, TRL trains the one that has computed a reference. Calling such an engine calls the model. Collective."""
     units = access.units_of(model.parameters()) if isinstance(model, nn.Module) else {}
     if any(isinstance(unit.weights, DiskStore) for unit in units):
         return  # destroy would lose them, so initialize refuses the model
-    for engine in [each for each in _engines if each.optimizer is None and not units.keys().isdisjoint(each.units)]:
+    for engine in [each for each in _engines if not units.keys().isdisjoint(each.units)]:
         engine.destroy()
         vars(engine)["forward"] = engine.module.__call__
 
