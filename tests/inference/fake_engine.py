@@ -49,6 +49,7 @@ class FakeTokenizer:
     marks: Mapping[str, int] = {}
     hidden: frozenset[int] = frozenset()
     vocab_size = 256
+    thought_marks = (1, 2)
 
     def encode(self, text: str, *, special: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(text.encode())

@@ -483,3 +483,127 @@ def test_fields_of_responses_without_effect(address: str) -> None:
     assert (
         b"response.failed" in call(address, "POST", "/v1/responses", json.dumps(body | {"input": "explode", "stream": True})).body
     )
+
+
+MESSAGES = "/v1/messages"
+TOOLS: list[dict[str, Any]] = [{"name": "add", "description": "adds", "input_schema": SCHEMA}]
+
+
+def sent(address: str, text: str | list[dict[str, Any]], path: str = MESSAGES, headers: Any = None, **fields: Any) -> Any:
+    body = {"model": "fake/model", "messages": [{"role": "user", "content": text}] if isinstance(text, str) else text, **fields}
+    if path == MESSAGES:
+        body.setdefault("max_tokens", 50)
+    return call(address, "POST", path, json.dumps(body), headers)
+
+
+def accumulated(events: bytes) -> dict[str, Any]:
+    """The message of a stream's events, put together as Anthropic's clients do."""
+    message: dict[str, Any] = {}
+    for name, data in (one.split("\n") for one in events.decode().strip().split("\n\n")):
+        got = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {got['type']}" and (message or got["type"] == "message_start")
+        match got:
+            case {"type": "message_start"}:
+                message = got["message"]
+                assert (message["content"], message["stop_reason"]) == ([], None)
+            case {"type": "content_block_start", "index": index, "content_block": block}:
+                assert index == len(message["content"])
+                message["content"].append({**block, "json": ""})
+            case {"type": "content_block_delta", "index": index, "delta": {"type": kind, **delta}}:
+                [(field, text)] = delta.items()
+                assert (kind, index) == (f"{field.replace('partial', 'input')}_delta", len(message["content"]) - 1) and text
+                message["content"][-1][field.replace("partial_", "")] += text
+            case {"type": "content_block_stop", "index": index}:
+                assert index == len(message["content"]) - 1
+                block = message["content"][-1]
+                if written := block.pop("json"):
+                    block["input"] = json.loads(written)
+            case {"type": "message_delta", "delta": delta, "usage": usage}:
+                message |= {**delta, "usage": usage}
+            case {"type": "message_stop"}:
+                return message
+    raise AssertionError("no message_stop")
+
+
+@pytest.mark.parametrize("text", ["think", "use a tool", "use a tool, then talk", "unicode", "x"])
+def test_messages_of_anthropic_and_their_streams(address: str, text: str) -> None:
+    whole = json.loads(sent(address, text, tools=TOOLS).body)
+    streamed = accumulated(sent(address, text, tools=TOOLS, stream=True).body)
+    for message in (whole, streamed):
+        message.pop("id")
+        for block in message["content"]:
+            block.pop("id", None)
+    assert whole == streamed and (whole["type"], whole["role"], whole["stop_sequence"]) == ("message", "assistant", None)
+    usage = whole["usage"]
+    counted = json.loads(sent(address, text, f"{MESSAGES}/count_tokens", tools=TOOLS).body)["input_tokens"]
+    assert (usage["input_tokens"] + usage["cache_read_input_tokens"], usage["cache_read_input_tokens"]) == (counted, 3)
+    if text == "think":
+        assert whole["content"][0] == {"type": "thinking", "thinking": "I wonder.", "signature": ""}
+    if text.startswith("use"):
+        assert whole["content"][:2] == [{"type": "text", "text": "Sure."}, {"type": "tool_use", "name": "add", "input": {"a": 7}}]
+    assert whole["stop_reason"] == ("tool_use" if text.startswith("use") else "end_turn")
+
+
+def test_a_conversation_of_anthropic_s_blocks(address: str, engine: FakeEngine) -> None:
+    """As Claude Code sends it: its header is left out of the prompt, what a turn said goes back, and settings reach the engine."""
+    system = [
+        {"type": "text", "text": "Be "},
+        {"type": "text", "text": "x-anthropic-billing-header: 1"},
+        {"type": "text", "text": "brief"},
+    ]
+    first = json.loads(sent(address, "use a tool", tools=TOOLS, system=system).body)
+    assert first["usage"]["input_tokens"] + 3 == len("['add']<system>Be brief<user>use a tool")
+    result = {"type": "tool_result", "tool_use_id": first["content"][1]["id"], "content": [{"type": "text", "text": "7"}]}
+    history = [
+        {"role": "user", "content": "use a tool"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}, *first["content"]]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and?", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "user", "content": "now"},
+        {"role": "system", "content": "Hurry"},
+        {"role": "assistant", "content": "Well"},
+    ]
+    more = {"stop_sequences": ["zz"], "top_k": 3, "temperature": 0.5, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    reply = sent(address, history, tools=[*TOOLS, {"type": "web_search_20250305", "name": "web_search"}], **more)
+    assert reply.headers["x-slipstream-ignored"] == "tools.web_search_20250305"
+    params, *_ = engine.submitted[-1]
+    assert (params.stop, params.top_k, params.temperature, params.thinking_token_budget) == (("zz",), 3, 0.5, 1024)
+    counted = json.loads(sent(address, history, f"{MESSAGES}/count_tokens", tools=TOOLS).body)["input_tokens"]
+    assert counted == len("['add']<system>Hurry<user>use a tool<assistant>Sure.<tool>7<user>and?\nnow<assistant>Well")
+    for choice in ({"type": "tool", "name": "add"}, {"type": "any", "disable_parallel_tool_use": True}):
+        forced = json.loads(sent(address, "x", tools=TOOLS, tool_choice=choice).body)
+        assert (forced["content"][0]["input"], forced["stop_reason"]) == ({"a": 7}, "tool_use")
+    made = json.loads(sent(address, "x", output_config={"format": {"type": "json_schema", "schema": SCHEMA}}).body)
+    assert json.loads(made["content"][0]["text"]) == {"a": 7}
+    assert json.loads(sent(address, "a b", max_tokens=2).body)["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "system", "content": [5]}]}, "system.0"),
+        ({"messages": []}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 9999}, "max_tokens"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.function.name"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens"),
+    ],
+    ids=str,
+)
+def test_messages_that_are_not_served(address: str, fields: dict[str, Any], param: str) -> None:
+    reply = sent(address, **{"text": "hi", **({"text": fields.pop("messages")} if "messages" in fields else {}), **fields})
+    assert (reply.status, reply.error["param"], json.loads(reply.body)["type"]) == (400, param, "error")
+
+
+def test_a_stream_of_messages_that_fails_and_the_key_of_anthropic_s_clients(address: str, engine: FakeEngine) -> None:
+    last = sent(address, "explode", stream=True).body.decode().strip().split("\n\n")[-1]
+    assert last.startswith('event: error\ndata: {"type":"error","error":{"message":"the request failed')
+    with serving(engine, api_keys=["secret"]) as address:
+        keys = {"x-api-key": 200, "authorization": 401}
+        for header, status in keys.items():
+            assert sent(address, "hi", headers={"content-type": "application/json", header: "secret"}).status == status

@@ -13,7 +13,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -315,6 +315,16 @@ class ChatFormat(ChoicesFormat):
         if part.finish is not None:
             choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part)})
         return choices
+
+    def written(self, part: Output) -> Iterator[tuple[str, tuple[str, str] | None, str]]:
+        """What a part adds to its message, for other APIs: ("reasoning", "message" or "function_call"; id and name of a new call;
+        text)."""
+        for delta in (piece["delta"] for piece in self.pieces(part)):
+            yield "reasoning", None, delta.get("reasoning_content", "")
+            yield "message", None, delta.get("content") or ""
+            for call in delta.get("tool_calls", ()):
+                function = call["function"]
+                yield "function_call", (call["id"], function["name"]) if "id" in call else None, function["arguments"]
 
     def _deltas(self, part: Output, thought: str) -> list[dict[str, Any]]:
         """The deltas that a part adds to its message: role, reasoning, calls, text."""

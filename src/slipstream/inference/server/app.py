@@ -21,14 +21,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
-from slipstream.inference.server import adapters, chat, completions, embeddings, responses, status, tokens
+from slipstream.inference.server import adapters, chat, completions, embeddings, messages, responses, status, tokens
 from slipstream.inference.server.bodies import (
     ChatBody,
     CompletionBody,
+    CountBody,
     DeletedBody,
     EmbeddingsBody,
     HealthBody,
     LoadBody,
+    MessageBody,
     ModelBody,
     ModelList,
     RerankBody,
@@ -55,9 +57,11 @@ _ANSWERED: tuple[tuple[str, Callable[..., Prepared], type[Fields], Any], ...] = 
     ("/v1/completions", completions.prepare, completions.CompletionRequest, CompletionBody),
     ("/v1/chat/completions", chat.prepare, chat.ChatRequest, ChatBody),
     ("/v1/responses", responses.prepare, responses.ResponsesRequest, ResponsesBody),
+    ("/v1/messages", messages.prepare, messages.MessagesRequest, MessageBody),
 )
 _POSTED: tuple[tuple[str, Route, type[Fields], Any], ...] = (
     *((path, partial(Front.answer, kind=kind, prepare=prepare), kind, body) for path, prepare, kind, body in _ANSWERED),
+    ("/v1/messages/count_tokens", messages.count, messages.CountRequest, CountBody),
     ("/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingRequest, EmbeddingsBody),
     *((path, embeddings.rerank, embeddings.RerankRequest, RerankBody) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     *((path, embeddings.score, embeddings.ScoreRequest, ScoreBody) for path in ("/v1/score", "/score")),

@@ -161,6 +161,23 @@ class ResponsesBody(TypedDict):
     usage: dict[str, Any]
 
 
+class MessageBody(TypedDict):
+    """Anthropic's."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "tool_use"]
+    stop_sequence: None
+    usage: dict[str, int]
+
+
+class CountBody(TypedDict):
+    input_tokens: int
+
+
 class TokensBody(TypedDict):
     count: int
     max_model_len: int

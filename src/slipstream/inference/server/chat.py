@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from slipstream.inference.server.answers import ChatFormat, Thinking
 from slipstream.inference.server.calls import CallForm, form_of
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import Constraints, Lark, dumps, structured
-from slipstream.inference.server.requests import MAX_MESSAGES, NOT_SERVED, Empty, Fields, Never, SampledFields, explained, wrong
+from slipstream.inference.server.requests import (
+    MAX_MESSAGES,
+    NOT_SERVED,
+    Empty,
+    Fields,
+    Never,
+    SampledFields,
+    explained,
+    refused,
+    wrong,
+)
 from slipstream.inference.server.state import MAX_IDS, Caller, Prepared, Serving, check_entries
 from slipstream.inference.text import Tokenizer, reasoning_marks
 
@@ -72,7 +83,7 @@ _ROLES = {"developer": "system", "function": "tool"}
 
 
 class Function(Fields):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None  # no effect: a forced call always follows its schema
@@ -220,7 +231,7 @@ def _moved(schema: Any, to: str) -> Any:
 def prepare(server: Serving, request: ChatRequest, caller: Caller) -> Prepared:
     """Raises RequestError."""
     server.check_number(1, request.n or 1)
-    text, unread = _render(server, request)
+    text, unread = rendered(server, request)
     requested = next((limit for limit in (request.max_completion_tokens, request.max_tokens) if limit and limit > 0), None)
     cut, special = request.cut(server.engine.max_context, requested), bool(request.add_special_tokens)
     prompt = server.encode(text, "messages", special=special, cut=cut)
@@ -254,7 +265,50 @@ def prepare(server: Serving, request: ChatRequest, caller: Caller) -> Prepared:
     return server.prepared(request, [prompt], params, form, caller, n=request.n or 1, constraint=constraint, ignored=more)
 
 
-def _render(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:
+def converted(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
+    """A chat request of the fields that another API's request was converted to. `names`: that API's names of fields. Raises
+    RequestError."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise _renamed(refused(error), names) from None
+
+
+def prepare_converted(
+    server: Serving, fields: Mapping[str, Any], names: Mapping[str, str], caller: Caller, ignored: Sequence[str]
+) -> Prepared:
+    """As `prepare`, of what `converted` takes. `ignored`: the fields without effect of the other API. Raises RequestError."""
+    try:
+        prepared = prepare(server, converted(fields, names), caller)
+    except RequestError as error:
+        raise _renamed(error, names) from None
+    work = replace(prepared.work, constraint=names.get(prepared.work.constraint, prepared.work.constraint))
+    return prepared._replace(work=work, ignored=sorted({*ignored, *(names.get(name, name) for name in prepared.ignored)}))
+
+
+def _renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Replace the chat request's field in an error by the other API's."""
+    for name, field in names.items():
+        if error.param is not None and (error.param == name or error.param.startswith(name + ".")):
+            error.args = (str(error).replace(error.param, field, 1),)
+            error.param = field  # the chat's messages have other indices
+    return error
+
+
+def text_of(content: Any, place: str, between: str = "\n") -> str:
+    """The text of a string, or of parts that have a text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for number, part in enumerate(parts):
+        if not isinstance(part, dict) or not isinstance(part.get("text", part.get("refusal")), str):
+            raise RequestError(
+                f"{place}.{number}: only parts with a text are served, not images or files", param=f"{place}.{number}"
+            )
+    return between.join(part.get("text", part.get("refusal")) for part in parts)
+
+
+def rendered(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:
     """The prompt, and the fields whose variable the template does not read."""
     messages = [message.for_template() for message in request.messages]
     mark = f"{uuid.uuid4().hex} "  # where the final message ends

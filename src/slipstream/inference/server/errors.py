@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from typing_extensions import TypedDict
 
 from slipstream.inference.engine import ClosedError, FailedError
@@ -15,6 +17,7 @@ class ErrorDetail(TypedDict):
 
 
 class ErrorBody(TypedDict):
+    type: Literal["error"]  # Anthropic's
     error: ErrorDetail
 
 
@@ -49,4 +52,4 @@ class RequestError(Exception):
 
     def body(self) -> ErrorBody:
         kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {"type": "error", "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}

@@ -34,6 +34,8 @@ COUNTED = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/v1/rerank",
     "/v2/rerank",
@@ -117,7 +119,7 @@ class AdmissionGate:
             access.info(line, request_id, scope["method"], scope["path"][:200], status, seconds, tenant[:8] or "-", model)
 
     def _refused(self, scope: Scope, generates: bool) -> Response | None:
-        tenant = self._tenant(Headers(scope=scope).get("authorization", "")) if self.keys else ""
+        tenant = self._tenant(Headers(scope=scope)) if self.keys else ""
         scope["state"].update(tenant=tenant, prioritizes=tenant in self.prioritizing)
         if tenant is None and scope["path"] not in _OPEN:
             error = RequestError("missing or invalid API key; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
@@ -127,9 +129,9 @@ class AdmissionGate:
             return refusal(RequestError("the server is shutting down", status=503, code="draining", retry_after=5))
         return None
 
-    def _tenant(self, header: str) -> str | None:
-        """The tenant of an Authorization header: a digest of its key, or None if the key is invalid."""
-        scheme, _, sent = header.partition(" ")
+    def _tenant(self, headers: Headers) -> str | None:
+        """The tenant of a request's key, sent as OpenAI's or Anthropic's clients do: the key's digest, or None if it is invalid."""
+        scheme, _, sent = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}").partition(" ")
         # Compare all keys, each in constant time: the duration must reveal nothing about them.
         pairs = self.keys.items()
         tenants = [tenant for key, tenant in pairs if hmac.compare_digest(sent.strip().encode("latin-1", "replace"), key)]

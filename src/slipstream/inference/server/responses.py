@@ -9,18 +9,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 
 from slipstream.inference.core import Finish
 from slipstream.inference.engine import Output, Usage
 from slipstream.inference.server.answers import ChatFormat, Format, event
-from slipstream.inference.server.chat import ChatRequest
-from slipstream.inference.server.chat import prepare as prepare_chat
+from slipstream.inference.server.chat import prepare_converted, text_of
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, Seconds, refused
+from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, Seconds
 from slipstream.inference.server.state import Caller, Prepared, Serving
 
 _CHAT = {  # a chat request's field -> the field here
@@ -28,6 +26,13 @@ _CHAT = {  # a chat request's field -> the field here
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+}
+
+
+_DELTAS = {
+    "reasoning": "response.reasoning_text.delta",
+    "message": "response.output_text.delta",
+    "function_call": "response.function_call_arguments.delta",
 }
 
 
@@ -74,7 +79,7 @@ class ResponsesRequest(Fields):
         )
         for number, item in enumerate(items):
             _add_item(messages, item, f"input.{number}")
-        tools = [_nested(tool) for tool in self.tools or () if tool.get("type") == "function"]
+        tools = [nested(tool) for tool in self.tools or () if tool.get("type") == "function"]
         chat = {
             "model": self.model,
             "messages": messages,
@@ -87,7 +92,7 @@ class ResponsesRequest(Fields):
             "tools": tools or None,
             "tool_choice": self._choice(bool(tools)),
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": None if self.text is None else _format(self.text.format),
+            "response_format": None if self.text is None else nested_format(self.text.format),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
         return {name: value for name, value in chat.items() if value is not None}
@@ -118,28 +123,9 @@ class ResponsesRequest(Fields):
 
 def prepare(server: Serving, request: ResponsesRequest, caller: Caller) -> Prepared:
     """Raises RequestError."""
-    own = server.front.ignored(request, request.hosted())
-    try:
-        chat = ChatRequest.model_validate(request.chat())
-    except ValidationError as error:
-        raise _renamed(refused(error)) from None
-    try:
-        prepared = prepare_chat(server, chat, caller)
-    except RequestError as error:
-        raise _renamed(error) from None
+    prepared = prepare_converted(server, request.chat(), _CHAT, caller, server.front.ignored(request, request.hosted()))
     assert isinstance(prepared.form, ChatFormat)
-    ignored = sorted({*own, *(_CHAT.get(name, name) for name in prepared.ignored)})
-    work = replace(prepared.work, constraint=_CHAT.get(prepared.work.constraint, prepared.work.constraint))
-    return prepared._replace(work=work, form=ResponsesFormat(request, prepared.form), ignored=ignored)
-
-
-def _renamed(error: RequestError) -> RequestError:
-    """Replace the chat request's field in an error by the field here."""
-    for name, field in _CHAT.items():
-        if error.param is not None and (error.param == name or error.param.startswith(name + ".")):
-            error.args = (str(error).replace(error.param, field, 1),)
-            error.param = field  # the chat's messages have other indices
-    return error
+    return prepared._replace(form=ResponsesFormat(request, prepared.form))
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: str) -> None:
@@ -147,7 +133,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
     kind = item.get("type", "message")
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if kind == "message" and "role" in item:
-        content = _text(item.get("content"), f"{place}.content")
+        content = text_of(item.get("content"), f"{place}.content")
         if item["role"] == "assistant" and last is not None and not last.get("content") and not last.get("tool_calls"):
             last["content"] = content
         else:
@@ -158,10 +144,10 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
             messages.append(last := {"role": "assistant", "content": ""})
         last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
     elif kind == "function_call_output":
-        output = _text(item.get("output"), f"{place}.output")
+        output = text_of(item.get("output"), f"{place}.output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
-        thoughts = _text(item.get("content") or item.get("summary") or "", f"{place}.content")
+        thoughts = text_of(item.get("content") or item.get("summary") or "", f"{place}.content")
         messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
     else:
         message = (
@@ -170,25 +156,14 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
         raise RequestError(message, param=f"{place}.type", code="unsupported_parameter")
 
 
-def _text(content: Any, place: str) -> str:
-    """The text of a string, or of parts that have a text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    for number, part in enumerate(parts):
-        if not isinstance(part, dict) or not isinstance(part.get("text", part.get("refusal")), str):
-            raise RequestError(
-                f"{place}.{number}: only parts with a text are served, not images or files", param=f"{place}.{number}"
-            )
-    return "\n".join(part.get("text", part.get("refusal")) for part in parts)
-
-
-def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
+def nested(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as chats have it."""
     function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
-def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def nested_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A format of the output as chats have it."""
     if given is None or given.get("type") != "json_schema":
         return None if given is None else dict(given)
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
@@ -231,19 +206,11 @@ class ResponsesFormat(Format):
     def events(self, part: Output) -> bytes:
         self.finish = part.finish
         events = b""
-        for piece in self.chat.pieces(part):
-            delta = piece["delta"]
-            if thought := delta.get("reasoning_content"):
-                events += self._add("reasoning", "response.reasoning_text.delta", thought)
-            if text := delta.get("content"):
-                events += self._add("message", "response.output_text.delta", text)
-            for call in delta.get("tool_calls", ()):
-                if "id" in call:
-                    events += self._close() + self._begin(
-                        "function_call", call_id=call["id"], name=call["function"]["name"], arguments=""
-                    )
-                if arguments := call["function"]["arguments"]:
-                    events += self._add("function_call", "response.function_call_arguments.delta", arguments)
+        for kind, call, text in self.chat.written(part):
+            if call:
+                events += self._close() + self._begin("function_call", call_id=call[0], name=call[1], arguments="")
+            if text:
+                events += self._add(kind, _DELTAS[kind], text)
         return events
 
     def end(self, usages: Mapping[int, Usage]) -> bytes:

@@ -1,0 +1,276 @@
+"""/v1/messages: Anthropic's Messages API, and its count_tokens.
+
+A request is converted to a chat request, so both take the same path. The chat format's deltas become the events of a message's
+blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import Field, JsonValue
+
+from slipstream.inference.core import Finish
+from slipstream.inference.engine import Output, Usage
+from slipstream.inference.server.answers import ChatFormat, Format, event
+from slipstream.inference.server.bodies import CountBody
+from slipstream.inference.server.chat import converted, prepare_converted, rendered, text_of
+from slipstream.inference.server.errors import RequestError
+from slipstream.inference.server.requests import MAX_MESSAGES, Fields, Number, Seconds
+from slipstream.inference.server.responses import nested, nested_format
+from slipstream.inference.server.state import Caller, Front, Prepared, Serving
+
+Objects = list[dict[str, JsonValue]]
+_CHAT = {  # a chat request's field -> the field here
+    "messages": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "think": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+_BILLING = "x-anthropic-billing-header"  # a block of Claude Code's, different in each request: no prefix would be cached
+_OWN = (None, "custom")  # types of tools with a schema
+_DELTAS = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
+class OutputConfig(Fields):
+    effort: str | None = None
+    format: dict[str, JsonValue] | None = None
+
+
+class CountRequest(Fields):
+    """What makes the prompt."""
+
+    labels = {"cache_control": (), "context_management": (), "mcp_servers": ([],), "speed": ("standard",)}  # noqa: RUF012
+
+    model: str | None = None
+    messages: Annotated[Objects, Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Objects | None = None
+    tools: Objects | None = None
+    tool_choice: dict[str, JsonValue] | None = None
+    thinking: dict[str, JsonValue] | None = None
+    output_config: OutputConfig | None = None
+
+    def chat(self) -> dict[str, Any]:
+        """Convert to the fields of /v1/chat/completions. Raises RequestError."""
+        instructions = [self.system, *(one.get("content") for one in self.messages if one.get("role") == "system")]
+        system = "".join(_instructions(one) for one in instructions)
+        messages = [{"role": "system", "content": system}] if system else []
+        for number, message in enumerate(self.messages):
+            _add_message(messages, message, f"messages.{number}")
+        tools = [nested({**tool, "parameters": tool.get("input_schema")}) for tool in self.tools or () if tool.get("type") in _OWN]
+        config = self.output_config or OutputConfig()
+        chat = {
+            "model": self.model,
+            "messages": messages,
+            "tools": tools or None,
+            "tool_choice": self._choice(bool(tools)),
+            "parallel_tool_calls": False if (self.tool_choice or {}).get("disable_parallel_tool_use") else None,
+            "think": {"enabled": True, "disabled": False}.get(str((self.thinking or {}).get("type"))),
+            "reasoning_effort": config.effort,
+            "response_format": nested_format(config.format and {**config.format, "name": "output"}),
+            "continue_final_message": _continues(messages) or None,
+        }
+        return {name: value for name, value in chat.items() if value is not None}
+
+    def _choice(self, has_tools: bool) -> Any:
+        match self.tool_choice:
+            case None:
+                return None
+            case {"type": "auto"}:
+                return "auto" if has_tools else None
+            case {"type": "any"}:
+                return "required"
+            case {"type": "none"}:
+                return "none"
+            case {"type": "tool", "name": str(name)}:
+                return {"type": "function", "function": {"name": name}}
+        raise RequestError('tool_choice: must have type "auto", "any", "none", or "tool" and a name', param="tool_choice")
+
+    def hosted(self) -> set[str]:
+        """Anthropic's own tools, which have no schema and do not run here."""
+        return {f"tools.{tool['type']}" for tool in self.tools or () if tool.get("type") not in _OWN}
+
+
+class MessagesRequest(CountRequest):
+    labels = CountRequest.labels | {
+        "metadata": ({},),
+        "service_tier": ("auto", "standard_only"),
+        "container": (),
+        "inference_geo": (),
+    }
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    first_within: Seconds | None = None
+    wait_within: Seconds | None = None
+
+    def chat(self) -> dict[str, Any]:
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "first_within", "wait_within")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return super().chat() | given | ({"stop": self.stop_sequences} if self.stop_sequences else {})
+
+
+def prepare(server: Serving, request: MessagesRequest, caller: Caller) -> Prepared:
+    """Raises RequestError."""
+    chat, hosted = request.chat(), request.hosted()
+    if (budget := (request.thinking or {}).get("budget_tokens")) is not None:
+        try:
+            _ = server.tokenizer.thought_marks
+            chat["thinking_token_budget"] = budget
+        except ValueError:  # the model does not reason
+            hosted.add("thinking.budget_tokens")
+    prepared = prepare_converted(server, chat, _CHAT, caller, server.front.ignored(request, hosted))
+    assert isinstance(prepared.form, ChatFormat)
+    return prepared._replace(form=MessagesFormat(prepared.form))
+
+
+def _count(server: Serving, given: CountRequest) -> tuple[CountBody, Sequence[str]]:
+    text, unread = rendered(server, converted(given.chat(), _CHAT))
+    return {"input_tokens": len(server.tokenizer.encode(text, special=False))}, [*unread, *given.hosted()]
+
+
+count = partial(Front.respond, kind=CountRequest, compute=_count)
+
+
+def _add_message(chat: list[dict[str, Any]], message: Mapping[str, Any], place: str) -> None:
+    """Append the results of tools in a user's or the assistant's message, each a message of a chat, then the rest as one."""
+    if message.get("role") == "system":
+        return
+    given, texts, rest = message.get("content"), list[str](), dict[str, Any]()
+    if not isinstance(given, str | list):
+        raise RequestError(f"{place}.content: must be a string or a list of blocks", param=f"{place}.content")
+    for number, block in enumerate([{"type": "text", "text": given}] if isinstance(given, str) else given):
+        _add_block(chat, texts, rest, block, f"{place}.content.{number}")
+    if chat and chat[-1]["role"] == message.get("role") == "user":  # as in Anthropic's API
+        chat[-1]["content"] = "\n".join([chat[-1]["content"], *texts])
+    elif texts or rest or not given:
+        chat.append({"role": message.get("role"), "content": "\n".join(texts), **rest})
+
+
+def _add_block(chat: list[dict[str, Any]], texts: list[str], rest: dict[str, Any], block: Any, place: str) -> None:
+    """Add a block to the texts and other fields of its message, or the result of a tool to the chat."""
+    match block:
+        case {"type": "text", "text": str(text)}:
+            texts.append(text)
+        case {"type": "thinking", "thinking": str(text)}:
+            rest["reasoning_content"] = rest.get("reasoning_content", "") + text
+        case {"type": "redacted_thinking"}:
+            pass
+        case {"type": "tool_use", "id": name, "name": function, "input": dict(arguments)}:
+            call = {"name": function, "arguments": json.dumps(arguments)}
+            rest.setdefault("tool_calls", []).append({"id": name, "type": "function", "function": call})
+        case {"type": "tool_result", "tool_use_id": name, **more}:
+            chat.append({"role": "tool", "tool_call_id": name, "content": text_of(more.get("content"), f"{place}.content")})
+        case _:
+            kind = str(block.get("type") if isinstance(block, dict) else block)[:60]
+            message = f"{place}: {kind!r} is not served; blocks are text, thinking, tool_use and tool_result"
+            raise RequestError(message, param=place, code="unsupported_parameter")
+
+
+def _continues(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    return any(one["role"] == "assistant" and one["content"] and "tool_calls" not in one for one in messages[-1:])
+
+
+def _instructions(given: Any) -> str:
+    """The text of the system's blocks, without Claude Code's header."""
+    if isinstance(given, list):
+        given = [one for one in given if not (isinstance(one, dict) and str(one.get("text")).startswith(_BILLING))]
+    return text_of(given, "system", between="")
+
+
+class MessagesFormat(Format):
+    """One message: blocks of thinking, text and calls, in the order in which the model writes them."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        super().__init__(width=1)
+        self.chat = chat
+        self._finish: Finish | None = None
+        self._blocks: list[dict[str, Any]] = []
+        self._arguments = ""  # of the last block, if it is a call
+        self._open = False  # the last block is not complete yet
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": chat.model}
+
+    def begin(self, include_usage: bool) -> bytes:
+        return _event("message_start", message=self._message(Usage(len(self.chat.prompts[0]), 0, 0)))
+
+    def events(self, part: Output) -> bytes:
+        self._finish = part.finish
+        events = b""
+        for kind, call, text in self.chat.written(part):
+            if call:
+                events += self._begin({"type": "tool_use", "id": call[0], "name": call[1], "input": {}})
+            if text:
+                events += self._add({"reasoning": "thinking", "message": "text"}.get(kind, "tool_use"), text)
+        return events
+
+    def end(self, usages: Mapping[int, Usage]) -> bytes:
+        events, message = self._close(), self._message(usages[0])
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        return events + _event("message_delta", delta=delta, usage=message["usage"]) + _event("message_stop")
+
+    def error(self, error: RequestError) -> bytes:
+        return event(error.body(), "error")
+
+    def body(self, choices: Sequence[Output], usages: Mapping[int, Usage]) -> Any:
+        for joined in choices:
+            self.events(joined)
+        self._close()
+        return self._message(usages[0])
+
+    def _message(self, usage: Usage) -> dict[str, Any]:
+        calls = any(block["type"] == "tool_use" for block in self._blocks)
+        reasons = {None: None, Finish.LENGTH: "max_tokens"}
+        counts = {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
+        reason = reasons.get(self._finish, "tool_use" if calls else "end_turn")
+        return {**self._head, "content": self._blocks, "stop_reason": reason, "stop_sequence": None, "usage": counts}
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        events = self._close()
+        self._blocks.append(block)
+        self._open, self._arguments = True, ""
+        return events + _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+
+    def _add(self, kind: str, text: str) -> bytes:
+        """Append to the last block, or to a new one if that has another kind."""
+        events, (name, field) = b"", _DELTAS[kind]
+        if not self._open or self._blocks[-1]["type"] != kind:
+            events = self._begin({"type": kind, field: "", **({"signature": ""} if kind == "thinking" else {})})
+        if kind == "tool_use":
+            self._arguments += text
+        else:
+            self._blocks[-1][field] += text
+        return events + _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": name, field: text})
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        self._open = False
+        if self._blocks[-1]["type"] == "tool_use":
+            with suppress(ValueError):  # max_tokens cut it off
+                self._blocks[-1]["input"] = json.loads(self._arguments)
+        return _event("content_block_stop", index=len(self._blocks) - 1)
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return event({"type": name, **fields}, name)
