@@ -51,7 +51,7 @@ class OutputConfig(Fields):
 class CountRequest(Fields):
     """What makes the prompt."""
 
-    labels = {"cache_control": (), "context_management": (), "mcp_servers": ([],), "speed": ("standard",)}  # noqa: RUF012
+    labels = {"cache_control": (), "context_management": (), "mcp_servers": ([],), "inference_geo": (), "speed": ("standard",)}  # noqa: RUF012
 
     model: str | None = None
     messages: Annotated[Objects, Field(min_length=1, max_length=MAX_MESSAGES)]
