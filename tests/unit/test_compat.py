@@ -856,6 +856,11 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
         third = torch.nn.Module()
         third.weight = torch.nn.Parameter(model.head.weight.float().T.contiguous())
         third.same = torch.nn.Parameter(model.head.weight.float())
+        third.register_buffer("first", model.head.weight.double().clone())
+        third.register_buffer("rows", model.head.weight.detach())
+    for buffer in third.buffers():
+        torch.testing.assert_close(buffer.float(), plain.head.weight * 2)
+        assert type(buffer) is torch.Tensor
     with zero.GatheredParameters(third.parameters()):
         torch.testing.assert_close(third.weight, plain.head.weight.T * 2)
         torch.testing.assert_close(third.same, plain.head.weight * 2)
@@ -890,6 +895,10 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
         assert model.embedding.weight.isnan().all()
     with zero.GatheredParameters([model.embedding.weight], modifier_rank=0):
         model.embedding.weight.data.fill_(0.5)
+    model.blocks[0].up.weight.data[0].zero_()
+    with pytest.raises(RuntimeError, match=r"a view of it was written.*GatheredParameters"):
+        make(deepspeed, model=model)
+    model.blocks[0].up.weight.data[0].fill_(float("nan"))  # as before
     model.extra = torch.nn.Linear(2, 2)  # an adapter, beside parameters in ranges
     with pytest.raises(ValueError, match="train_batch_siz;"):
         deepspeed.initialize(model=model, config={"train_batch_siz": 1}, dist_init_required=False)

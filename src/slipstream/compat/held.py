@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils._pytree import tree_map
 
 from slipstream.ops.rows import RowForm, quantize_rows
@@ -94,7 +99,8 @@ def deal(param: nn.Parameter, values: Tensor, group: Any, source: int) -> Tensor
 
 
 def all_gather(param: Any) -> Tensor:
-    """All-gather a held parameter into a new CPU tensor of its shape. Collective."""
+    """All-gather a held parameter into a new CPU tensor of its shape. Collective. Raises RuntimeError if a view was written."""
+    _refuse_written(param)
     group = param.ds_process_group
     _, size = _group_rank(group)
     if size == 1:
@@ -110,6 +116,16 @@ def stored(param: Any) -> tuple[int, Tensor]:
     rank, size = _group_rank(param.ds_process_group)
     start = min(rank * _chunk(param, size), param.ds_numel)
     return start, param.ds_tensor[: param.ds_numel - start]
+
+
+def _refuse_written(param: Any) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        shown = param.detach()[(0,) * param.dim()]
+    if shown.is_floating_point() and not math.isnan(shown):  # the one element over which it is expanded
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.ds_shape)} was sharded by zero.Init, and a view of it was written, which changed "
+            "nothing; write it inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
+        )
 
 
 class HeldParameter(nn.Parameter):
@@ -235,6 +251,13 @@ def _stand_in(param: Any, dtype: torch.dtype) -> _StandIn:
     return _standing_for(param, torch.full((), fill, dtype=dtype).expand(param.ds_shape))
 
 
+def _own_values(module: nn.Module, name: str, buffer: Tensor | None) -> Any:
+    """A buffer that a constructor makes of a held parameter, with values of its own."""
+    if isinstance(buffer, _StandIn):
+        return all_gather(buffer.source).to(buffer.dtype)
+    return buffer.as_subclass(Tensor) if isinstance(buffer, _HeldView) else buffer
+
+
 def _no_write(target: Tensor) -> RuntimeError:
     return RuntimeError(
         f"a parameter of shape {tuple(target.shape)} was sharded by zero.Init and cannot be written here; write it "
@@ -339,6 +362,7 @@ class Init:
             Init._open = self
             stack.callback(register_module_module_registration_hook(self._take_child).remove)
             stack.callback(register_module_parameter_registration_hook(self._take_param).remove)
+            stack.callback(register_module_buffer_registration_hook(_own_values).remove)
             if self.dtype is not None:
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self.dtype)
@@ -460,6 +484,8 @@ def _readable(model: nn.Module | None) -> Iterator[None]:
     if model is None or not named:
         yield
         return
+    for param in named.values():
+        _refuse_written(param)
     reader = _HeldReader(named, model)
     if asked(model) is None:
         supply(model, reader)
