@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerError, Watch
 from slipstream.zero.build import connect_axis
-from slipstream.zero.comm import Pending, ProcessGroupComm, reduce_into
+from slipstream.zero.comm import Pending, ProcessGroupComm, newest, reduce_into
 from slipstream.zero.hooks import eager
 from slipstream.zero.shared import SharedComm
 
@@ -416,7 +416,8 @@ class GroupExchange(Exchange):
         own = numels[self.index]
         if not self.sums_here and len(set(numels)) == 1:
             out = flat.new_empty(own)
-            return _of_work(dist.reduce_scatter_tensor(out, flat, group=self.group, async_op=True), out)
+            reduce = newest("reduce_scatter_single", "reduce_scatter_tensor")
+            return _of_work(reduce(out, flat, group=self.group, async_op=True), out)
         self.agree("reduce-scatter of {:,} bytes", flat, flat.nbytes)
         return self._added(self._start_all_to_all(flat, numels, [own] * self.size), own)
 

@@ -329,7 +329,7 @@ class ProcessGroupComm(Comm):
         full = buffer.tensor[: cuts[-1]]
         total = full.new_empty(lengths.pop())
         number = self._launch("reduce-scatter", full.nbytes)
-        work: Any = dist.reduce_scatter_tensor(total, full, group=self.group, async_op=True)
+        work: Any = newest("reduce_scatter_single", "reduce_scatter_tensor")(total, full, group=self.group, async_op=True)
         running = self._running(work, "reduce-scatter", number)
         return running.then(lambda _: reduce_into(out, [total], alpha, accumulate))
 
@@ -372,7 +372,8 @@ class ProcessGroupComm(Comm):
         number = self._launch("all-gather", full.nbytes, shard.nbytes * (self.size - 1))
         received, sent = self._receiver(full), _bytes(self._sender(shard))
         if len(set(lengths)) == 1:
-            work: Any = _all_gather_single(_bytes(received), sent, self.group)
+            gather = newest("all_gather_single", "all_gather_into_tensor")
+            work: Any = gather(_bytes(received), sent, group=self.group, async_op=True)
         else:
             work = self._all_to_all(received, sent.repeat(self.size), lengths, [sent.numel()] * self.size)
         return self._landing(work, "all-gather", number, received, full)
@@ -447,7 +448,6 @@ def first_said(value: T | None, axis: Axis) -> tuple[int, T] | None:
     return next(((rank, other) for rank, other in values_of_ranks if other), None)
 
 
-def _all_gather_single(out: Tensor, shard: Tensor, group: Any) -> Any:
-    """`all_gather_single` exists from torch 2.13, where the older name warns."""
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return call(out, shard, group=group, async_op=True)
+def newest(name: str, older: str) -> Callable[..., Any]:
+    """torch.distributed's function `name`, which exists from torch 2.13, where the older name warns."""
+    return getattr(dist, name, None) or getattr(dist, older)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from slipstream.world.join import local_device
 from slipstream.world.mesh import build_mesh
 from slipstream.world.watch import Watch
-from slipstream.zero.comm import Buffer
+from slipstream.zero.comm import Buffer, newest
 from slipstream.zero.shared import SharedComm, hosts_agree
 
 __all__ = ["OPERATIONS", "Rate", "measure"]
@@ -56,18 +56,13 @@ def _of_torch(numel: int, rank: int, world: int, device: torch.device) -> dict[s
 
     return {
         "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: _newest("all_gather_single", "all_gather_into_tensor")(whole, shard),
-        "reduce_scatter": lambda: _newest("reduce_scatter_single", "reduce_scatter_tensor")(shard, whole),
+        "all_gather": lambda: newest("all_gather_single", "all_gather_into_tensor")(whole, shard),
+        "reduce_scatter": lambda: newest("reduce_scatter_single", "reduce_scatter_tensor")(shard, whole),
         "all_to_all": lambda: dist.all_to_all_single(other, whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "reduce": lambda: dist.reduce(whole, 0),
         "send_recv": send_recv,
     }
-
-
-def _newest(name: str, older: str) -> Callable[..., Any]:
-    """The function's name since torch 2.13, or the older name."""
-    return getattr(dist, name, None) or getattr(dist, older)
 
 
 def _of_shared(comm: SharedComm, buffer: Buffer) -> dict[str, Callable[[], Any]]:
