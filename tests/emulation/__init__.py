@@ -2,9 +2,13 @@
 
 `SLIPSTREAM_TESTS_ON_GPU=emulated python -m pytest tests/dist tests/gpu` runs engines on it, in every process of the tests. It
 shows what a GPU would: tensors of two devices in one operation are an error, an address of the device crashes native code of the
-host, memory that was not written is NaN, gloo refuses the device's memory. And it shows what a GPU hides: a stream that touches
-memory that another one still uses, or frees it, is a race (`races`). The happens-before relation of streams, events and waits is
-kept for every operation that torch dispatches, for NCCL's (on a stream of each group) and for the host's on pinned memory.
+host, memory that was not written is NaN, gloo refuses the device's memory, NCCL the host's. And it shows what a GPU hides: a
+stream that touches memory that another one still uses, or frees it, is a race (`races`). The happens-before relation of streams,
+events and waits is kept for every operation that torch dispatches, for NCCL's (on a stream of each group) and for the host's on
+pinned memory.
+
+Ranks that start with gloo share a device: what they send passes through the host. `EMULATED_CUDA_BACKEND=nccl`, or
+`cpu:gloo,cuda:nccl`, is their backend instead, as if each had a device.
 
 It does not show speed, rounding of a GPU's products, what CUDA alone refuses, two devices in one process, or an event that has
 not come yet. Graphs replay torch's operations only. Triton's kernels run in numpy if the package is there (`TRITON_INTERPRET=1`),
@@ -20,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +43,9 @@ _AWAY = 1 << 46  # added to addresses of the device: whoever reads there, as the
 _WRITES_FIRST = {  # of whose parameters the first is written, the others read
     *(
         "all_gather_into_tensor",
+        "all_gather_single",
         "reduce_scatter_tensor",
+        "reduce_scatter_single",
         "reduce_scatter",
         "all_to_all_single",
         "scatter",
@@ -340,7 +347,20 @@ class _Work:
         return getattr(self._work, name)
 
 
-_nccl: dict[Any, Stream] = {}  # of each group
+class _Nccl:
+    """NCCL's part of a group: gloo's, by another name."""
+
+    def __init__(self, of_cpu: Any) -> None:
+        self._of_cpu = of_cpu
+
+    def name(self) -> str:
+        return "nccl"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of_cpu, name)
+
+
+_nccl: weakref.WeakKeyDictionary[Any, Stream] = weakref.WeakKeyDictionary()  # of each group
 
 
 def _hosted(value: Any) -> Any:
@@ -353,15 +373,18 @@ def _collective(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.is_cuda]
-        if not tensors:
-            return function(*args, **kwargs)
         named = signature.bind(*args, **kwargs).arguments
-        of_a_test = sys._getframe(1).f_code.co_filename.startswith(_TESTS)  # which asks what ranks have
+        caller = sys._getframe(1).f_code.co_filename
+        of_a_test = caller.startswith(_TESTS)  # which asks what ranks have
+        if not tensors:
+            if dist.get_backend(named.get("group")) == "nccl" and not (of_a_test or caller == c10d.__file__):
+                raise RuntimeError(f"{name}: NCCL sends no memory of the host")
+            return function(*args, **kwargs)
         if name not in _BY_GLOO and "nccl" not in dist.get_backend(named.get("group")) and not of_a_test:
             raise RuntimeError(f"{name}: gloo sends no memory of a GPU")
         written = [] if name in _READ_ONLY else _tensors(next(iter(named.values()))) if name in _WRITES_FIRST else tensors
         read = [tensor for tensor in tensors if not any(tensor is other for other in written)]
-        stream = _nccl.setdefault(named.get("group"), Stream())
+        stream = _nccl.setdefault(named.get("group") or dist.group.WORLD, Stream())
         stream.wait_stream(_current_stream())
         with StreamContext(stream):
             torch.ops.emulated_cuda.touch(read, written, name)
@@ -379,7 +402,7 @@ def _collective(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install_collectives() -> None:
-    for name in dict.fromkeys(_COLLECTIVES):
+    for name in filter(functools.partial(hasattr, dist), _COLLECTIVES):
         wrapped = _collective(name, getattr(dist, name))
         setattr(dist, name, wrapped)
         setattr(c10d, name, wrapped)
@@ -389,7 +412,7 @@ def _install_collectives() -> None:
     @functools.wraps(init)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         init("gloo", *args, **kwargs | {"device_id": None})
-        _call_it(dist.group.WORLD, backend)
+        _call_it(dist.group.WORLD, os.environ.get("EMULATED_CUDA_BACKEND") or backend)
 
     @functools.wraps(new_group)
     def new(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
@@ -407,4 +430,9 @@ def _install_collectives() -> None:
     dist.is_nccl_available = c10d.is_nccl_available = lambda: True
     group = torch._C._distributed_c10d.ProcessGroup
     backend_of = group._get_backend
-    group._get_backend = lambda self, device: backend_of(self, torch.device("cpu"))
+
+    def _get_backend(self: Any, device: torch.device) -> Any:
+        of_cpu = backend_of(self, torch.device("cpu"))
+        return _Nccl(of_cpu) if device.type == "cuda" and "nccl" in dist.get_backend(self) else of_cpu
+
+    group._get_backend = _get_backend
