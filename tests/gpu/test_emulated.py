@@ -121,10 +121,16 @@ print(json.dumps([told, bool(unwritten.isnan().all()), torch.cuda.memory_allocat
 
 
 @pytest.mark.parametrize(
-    ("world", "name"), [(w, name) for w in test_gpu.WORLDS for name in TRAINING if name not in (ALONE if w > 1 else TOGETHER)]
+    ("world", "backend", "name"),
+    [
+        (world, backend, name)
+        for world, backend in ((1, ""), (2, ""), (2, "nccl"))  # "": gloo, by which two ranks share a device
+        for name in TRAINING
+        if name not in (ALONE if world > 1 else TOGETHER)
+    ],
 )
-def test_as_on_cuda(world: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in (EMULATED | {"EMULATED_CUDA_STRICT": "1"}).items():
+def test_as_on_cuda(world: int, backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in (EMULATED | {"EMULATED_CUDA_STRICT": "1", "EMULATED_CUDA_BACKEND": backend}).items():
         monkeypatch.setenv(key, value)
     done, printed = test_gpu.start(world, [name])
     assert name in done, f"the processes ended in it:\n{printed[-6000:]}"
