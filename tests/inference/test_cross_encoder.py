@@ -165,7 +165,9 @@ def test_the_routes(tmp_path: Path) -> None:
                 assert [one["score"] for one in found["data"]] == scores
                 long = post("/v1/rerank", query="a" * 40, documents=["b" * 40])
                 assert long["status"] == 400 and "pair 0 has 83 tokens" in long["error"]["message"]
-                assert post("/v1/rerank", query="a" * 40, documents=["b" * 40], truncate_prompt_tokens=-1)["status"] == 200
+                for kept, num in ((-1, 64), (10, 10)):
+                    cut = post("/v1/rerank", query="a" * 40, documents=["b" * 40], truncate_prompt_tokens=kept)
+                    assert cut["usage"]["prompt_tokens"] == num
                 chat = post("/v1/completions", model=tmp_path.name, prompt="abc")["error"]["message"]
                 assert "scores pairs of texts and does not generate" in chat and "/v1/rerank" in chat
                 refused = post("/v1/embeddings", input="abc")

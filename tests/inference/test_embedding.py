@@ -361,7 +361,11 @@ def test_the_routes(tmp_path: Path) -> None:
                 ("/v1/embeddings", {"input": []}, "input: must be a string, 1 to 2,048 strings, a list of token ids, or"),
                 ("/v1/embeddings", {"input": ["a"] * 2049}, "input: must be a string, 1 to 2,048 strings"),
                 ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions is 65; the model has 64"),
-                ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 7}, "truncate_prompt_tokens is 7"),
+                (
+                    "/v1/embeddings",
+                    {"input": "a", "truncate_prompt_tokens": 41},
+                    "truncate_prompt_tokens is 41; it must be -1, or 1 to",
+                ),
                 ("/v1/rerank", {"query": "b" * 50, "documents": ["a"]}, "query: text 1 of pair 0 has 52 tokens"),
                 ("/v1/rerank", {"query": "a", "documents": ["a", "b" * 50]}, "documents: text 2 of pair 1 has 52 tokens"),
                 ("/v1/rerank", {"query": "a", "documents": [{}]}, "documents.0: must be a string, or an object whose text is one"),
@@ -371,7 +375,10 @@ def test_the_routes(tmp_path: Path) -> None:
             ):
                 reply = post(path, **fields)
                 assert reply["status"] == 400 and message in "{param}: {message}".format(**reply["error"])
-            assert post("/v1/embeddings", input="b" * 50, truncate_prompt_tokens=-1)["status"] == 200
+            for text, kept, num in (("b" * 50, -1, 40), ("b" * 50, 10, 10), ("b" * 20, 10, 10), ([1, *b"b" * 20], 1, 1)):
+                cut = post("/v1/embeddings", input=text, truncate_prompt_tokens=kept)
+                assert (cut["status"], cut["usage"]["prompt_tokens"]) == (200, num)
+            assert cut["data"][0]["embedding"] == post("/v1/embeddings", input=[1])["data"][0]["embedding"]
             assert post("/v1/embeddings", input="a", model="other")["status"] == 404
             assert b"slipstream_prompt_tokens_total" in call(address, "GET", "/metrics").body
 

@@ -177,14 +177,14 @@ class EmbeddingEngine:
 
     # ---- vectors
 
-    def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> Embedded:
+    def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: int = False) -> Embedded:
         """Vectors of texts, or of token ids as given. Raises ValueError for a text that is empty or too long (`truncate` cuts it to
-        `max_context` tokens), FailedError if the forward of one text fails alone, ClosedError."""
+        so many tokens; True: `max_context`), FailedError if the forward of one text fails alone, ClosedError."""
         if self.classifier is not None:
             raise ValueError(f"{self.model_name} scores pairs of texts and makes no vectors: call score(), or POST /v1/rerank")
         return self._embed({f"text {i}": text for i, text in enumerate(texts)}, truncate)
 
-    def _embed(self, texts: Mapping[str, str | Sequence[int]], truncate: bool) -> Embedded:
+    def _embed(self, texts: Mapping[str, str | Sequence[int]], truncate: int) -> Embedded:
         """`texts`: name in error messages -> text."""
         return self._run([_Text(self._tokens_of(name, text, truncate)) for name, text in texts.items()])
 
@@ -205,7 +205,7 @@ class EmbeddingEngine:
             return Embedded(torch.empty(0, len(self.pooling.modes) * self.runner.config.hidden_size), 0)
         return Embedded(torch.stack(vectors), sum(len(item.tokens) for item in items))
 
-    def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> Scored:
+    def score(self, pairs: Sequence[tuple[str, str]], *, truncate: int = False) -> Scored:
         """The classifier's score of each pair, or the cosine of its texts' vectors. Raises as `embed`, for "text 2 of pair 0", or
         for "pair 0" as a whole, whose longer text is cut first."""
         if self.classifier is not None:
@@ -221,27 +221,30 @@ class EmbeddingEngine:
         firsts, seconds = ([places[pair[side]] for pair in pairs] for side in (0, 1))
         return Scored((vectors[firsts] * vectors[seconds]).sum(1).tolist(), found.num_tokens)
 
-    def _pair_of(self, name: str, pair: tuple[str, str], truncate: bool) -> _Text:
+    def _pair_of(self, name: str, pair: tuple[str, str], truncate: int) -> _Text:
         if self.tokenizer is None:
             raise ValueError(f"{name} is text, and {self.model_name} has no tokenizer; open it with one")
-        tokens, types = self.tokenizer.pair(*pair, self.max_context if truncate else None)
+        tokens, types = self.tokenizer.pair(*pair, self._most(truncate) if truncate else None)
         return _Text(self._tokens_of(name, tokens, truncate=False), types)
 
-    def _tokens_of(self, name: str, text: str | Sequence[int], truncate: bool) -> Sequence[int]:
+    def _most(self, truncate: int) -> int:
+        return self.max_context if isinstance(truncate, bool) else truncate
+
+    def _tokens_of(self, name: str, text: str | Sequence[int], truncate: int) -> Sequence[int]:
         if isinstance(text, str):
             if self.tokenizer is None:
                 raise ValueError(f"{name} is text, and {self.model_name} has no tokenizer; give token ids, or open it with one")
             tokens: Sequence[int] = self.tokenizer.encode(self.pooling.prompt + text)
         else:
             tokens = list(text)
-        if len(tokens) > self.max_context:
+        if len(tokens) > (most := self._most(truncate)):
             if not truncate:
                 raise ValueError(
                     f"{name} has {len(tokens)} tokens; {self.model_name} takes {self.max_context}: cut it, or truncate "
                     "(truncate=True; over HTTP truncate_prompt_tokens: -1)"
                 )
             end = 0 if self.tokenizer is None or not isinstance(text, str) else self.tokenizer.num_ends
-            tokens = [*tokens[: self.max_context - end], *tokens[len(tokens) - end :]]
+            tokens = [*tokens[: max(most - end, 0)], *tokens[len(tokens) - end :]]
         if not tokens:
             raise ValueError(f"{name} has no tokens")
         if min(tokens) < 0 or max(tokens) >= self._vocab_size:

@@ -232,17 +232,17 @@ class InferenceEngine:
             pause.changed = True
             runner.free_memory()
 
-    def embed(self, texts: Any, *, truncate: bool = False) -> Tensor:
+    def embed(self, texts: Any, *, truncate: int = False) -> Tensor:
         """Return vectors of texts, pooled and normalized as the model's files say. A text, or one text's token ids -> fp32
         [dimensions]; a list of these -> fp32 [texts, dimensions].
 
-        Texts that are too long are cut with `truncate`, and an error otherwise. Raises ValueError if the model generates,
-        RuntimeError if a text cannot be computed."""
+        Texts that are too long are cut with `truncate` (True, or the number of tokens to keep), and an error otherwise. Raises
+        ValueError if the model generates, RuntimeError if a text cannot be computed."""
         batch, single = _as_list(texts)
         vectors = self._encoder().embed(batch, truncate=truncate).vectors
         return vectors[0] if single else vectors
 
-    def score(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
+    def score(self, query: str, documents: Sequence[str], *, truncate: int = False) -> list[float]:
         """How well each document fits the query: a cross-encoder's score, or the cosine of their vectors. Raises as `embed`."""
         return self._encoder().score([(query, document) for document in documents], truncate=truncate).scores
 

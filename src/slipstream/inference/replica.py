@@ -162,13 +162,13 @@ class Session:
             self._held.discard(number)
 
 
-def _embed(engine: EmbeddingEngine, texts: Sequence[str | Sequence[int]], truncate: bool) -> dict[str, Any]:
+def _embed(engine: EmbeddingEngine, texts: Sequence[str | Sequence[int]], truncate: int) -> dict[str, Any]:
     found = engine.embed(texts, truncate=truncate)
     values = base64.b64encode(found.vectors.numpy().astype("<f4").tobytes()).decode()
     return {"values": values, "shape": list(found.vectors.shape), "num_tokens": found.num_tokens}
 
 
-def _score(engine: EmbeddingEngine, pairs: Sequence[tuple[str, str]], truncate: bool) -> Sequence[Any]:
+def _score(engine: EmbeddingEngine, pairs: Sequence[tuple[str, str]], truncate: int) -> Sequence[Any]:
     return engine.score([(first, second) for first, second in pairs], truncate=truncate)
 
 

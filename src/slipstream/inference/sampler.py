@@ -183,7 +183,7 @@ class _Edits:
     def _reasons_from(self, tokens: Sequence[int], start: int, opened: int) -> int:
         """Where the reasoning that is not closed after `tokens`, which begin at position `start`, began; -1: there is none."""
         for place, token in enumerate(tokens, start + 1):
-            opened = place if token == self._opening else -1 if token == self._closing else opened
+            opened = place if token == self._opening and opened < 0 else -1 if token == self._closing else opened
         return opened
 
     def _must_end(self, mask: Tensor | None, vocab_size: int) -> bool:

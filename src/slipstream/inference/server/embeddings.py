@@ -36,7 +36,7 @@ class Embedding(Fields):
     labels = LABELS
 
     model: str | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1 or the context: cut texts to the context
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # how many to keep; -1: the context
     user: str | None = None  # a label; no effect
 
 
@@ -82,10 +82,10 @@ Embedder = EmbeddingEngine | Router
 
 
 async def _answer(
-    kind: type[Kind], compute: Callable[[Embedder, Kind, bool], Response], params: tuple[str, ...], front: Front, request: Request
+    kind: type[Kind], compute: Callable[[Embedder, Kind, int], Response], params: tuple[str, ...], front: Front, request: Request
 ) -> Response:
-    """Respond with `compute(engine, request, whether to cut texts)`. `params`: the fields that its ValueErrors name, for all texts,
-    or for the first and the second text of a pair."""
+    """Respond with `compute(engine, request, to how many tokens to cut texts)` (True: the context; False: not). `params`: the fields
+    that its ValueErrors name, for all texts, or for the first and the second text of a pair."""
 
     def prepare(server: Serving, body: bytes) -> tuple[Kind, Callable[[], Response]]:
         given, engine = server.parsed(kind, body), server.engine
@@ -93,10 +93,10 @@ async def _answer(
             message = f"{engine.model_name} generates text; serve an encoder for vectors, and it or a cross-encoder for scores"
             raise RequestError(message, code="unsupported_model")
         cut = given.truncate_prompt_tokens
-        if cut is not None and cut not in (-1, engine.max_context):
-            message = f"truncate_prompt_tokens is {cut}; texts are cut to the model's {engine.max_context} tokens (or -1) only"
+        if cut is not None and not (cut == -1 or 1 <= cut <= engine.max_context):
+            message = f"truncate_prompt_tokens is {cut}; it must be -1, or 1 to the model's {engine.max_context} tokens"
             raise RequestError(message, param="truncate_prompt_tokens")
-        return given, partial(compute, engine, given, cut is not None)
+        return given, partial(compute, engine, given, cut == -1 if cut in (None, -1) else cut)
 
     try:
         return await front.compute(request, prepare)
@@ -104,7 +104,7 @@ async def _answer(
         raise RequestError(str(error), param=params[str(error).startswith("text 2 of")]) from None
 
 
-def _embeddings(engine: Embedder, given: EmbeddingRequest, cut: bool) -> Response:
+def _embeddings(engine: Embedder, given: EmbeddingRequest, cut: int) -> Response:
     single = isinstance(given.input, str) or isinstance(given.input[0], int)
     texts: Any = [given.input] if single else given.input
     found = engine.embed(texts, truncate=cut)
@@ -126,7 +126,7 @@ def _row(index: int, row: torch.Tensor, packed: bool) -> OneEmbedding:
     return {"object": "embedding", "index": index, "embedding": values}
 
 
-def _rerank(engine: Embedder, given: RerankRequest, cut: bool) -> Response:
+def _rerank(engine: Embedder, given: RerankRequest, cut: int) -> Response:
     texts = [one if isinstance(one, str) else one.text for one in given.documents]
     found = engine.score([(given.query, text) for text in texts], truncate=cut)
     order = sorted(range(len(texts)), key=lambda i: -found.scores[i])[: given.top_n or None]
@@ -137,7 +137,7 @@ def _rerank(engine: Embedder, given: RerankRequest, cut: bool) -> Response:
     return JSON(body)
 
 
-def _score(engine: Embedder, given: ScoreRequest, cut: bool) -> Response:
+def _score(engine: Embedder, given: ScoreRequest, cut: int) -> Response:
     first, second = ([one] if isinstance(one, str) else one for one in (given.text_1, given.text_2))
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
     found = engine.score(pairs, truncate=cut)

@@ -314,12 +314,12 @@ class Router:
             self._removed.add(name)
             self.adapters = tuple(one for one in self.adapters if one != name)
 
-    def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> Embedded:
+    def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: int = False) -> Embedded:
         found = self._call("embed", texts, truncate)
         values = np.frombuffer(base64.b64decode(found["values"]), "<f4").reshape(found["shape"])
         return Embedded(torch.from_numpy(values.astype(np.float32)), found["num_tokens"])
 
-    def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> Scored:
+    def score(self, pairs: Sequence[tuple[str, str]], *, truncate: int = False) -> Scored:
         return Scored(*self._call("score", pairs, truncate))
 
     def stats(self) -> Stats:
@@ -404,7 +404,7 @@ class Router:
             engine.take(ticket)
             return engine
 
-    def _call(self, name: str, texts: Sequence[Any], truncate: bool) -> Any:
+    def _call(self, name: str, texts: Sequence[Any], truncate: int) -> Any:
         """Place a call as a request of one token, and wait for its reply. Raises as the engine does, FailedError if the call may be
         why engines end, ClosedError if none is ready or the router is closed."""
 
