@@ -250,7 +250,10 @@ def test_deepspeeds_names() -> None:
     empty = rollout.generate(RolloutRequest(ids[:0], mask[:0]), SamplingConfig(4))
     assert empty.batch_size == 0
     assert build_rollout(RolloutConfig(), engine, tokenizer).get_last_profile() is None
-    assert rollout.get_last_profile()["num_generated_tokens"] == 0  # type: ignore[index]
+    profile: Any = rollout.get_last_profile()
+    assert profile["num_generated_tokens"] == profile["batch_size"] == profile["response_length"] == 0
+    parts = [profile[f"{part}_ms"] for part in ("prompt_expansion", "handover", "generation", "post_processing")]
+    assert min(parts) >= 0 and 0 < sum(parts) <= profile["total_ms"] and engine._generate is not None
     with pytest.raises(ValueError, match="needs student_engine and tokenizer"):
         build_rollout(RolloutConfig(), engine)
     with pytest.raises(ValueError, match="the rollout engine is 'vllm'"):

@@ -206,7 +206,7 @@ runtime.pipe: pipe runtime.pipe.dualpipev runtime.pipe.module runtime.pipe.topol
 runtime: runtime.base_optimizer
 runtime.fp16.onebit: runtime.fp16.onebit.adam runtime.fp16.onebit.lamb runtime.fp16.onebit.zoadam
 launcher.runner: launcher.launch
-runtime.rollout: runtime.rollout.base runtime.rollout.distillation runtime.rollout.hybrid_engine_rollout
+runtime.rollout: runtime.rollout.base runtime.rollout.hybrid_engine_rollout runtime.rollout.opsd
 runtime.zero.config: runtime.zero.offload_config
 """
 

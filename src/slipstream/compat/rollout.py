@@ -42,6 +42,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         found: Rollouts = self.states.resources["rollouts"]
         return found
 
+    _generate = property(lambda self: self._rollouts.generate)
     _gather_latency = property(lambda self: self._rollouts.times.handover)  # seconds, of the last generate()
     _generate_latency = property(lambda self: self._rollouts.times.generation)
     _total_batch_size = property(lambda self: self._rollouts.times.num_prompts * self.mesh.batch.size or None)
@@ -220,6 +221,7 @@ class HybridEngineRollout(RolloutEngine):
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
         """See `RolloutEngine.generate`. Collective after a step; a rank without prompts passes an empty request."""
+        began = time.perf_counter()
         ids, mask, num = request.prompt_ids, request.prompt_attention_mask, sampling.n_samples_per_prompt
         settings: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
@@ -233,25 +235,34 @@ class HybridEngineRollout(RolloutEngine):
             "pad_token_id": self._pad,
             "eos_token_id": [] if end is None else end,
         }
+        expanded = time.perf_counter()
         whole = self._rollouts.generate(ids, attention_mask=mask, **settings)
-        rows = whole.shape[0]
+        generated, rows = time.perf_counter(), whole.shape[0]
         answers = whole[:, started:]
         ended = torch.zeros_like(answers) if end is None else (answers == end).long()
         before = ended.cumsum(1) - ended  # end tokens before each
         kept = mask.repeat_interleave(rows // max(len(mask), 1), 0) if rows else mask
+        attended = torch.cat([kept.long(), (before == 0).long()], 1)
+        batch = RolloutBatch(whole, attended, torch.full((rows,), started, dtype=torch.long, device=whole.device))
         if self.enable_profiling:
-            times = self._rollouts.times
-            profile = {"handover_ms": times.handover * 1e3, "generation_ms": times.generation * 1e3}
-            new = int((before == 0).sum())
-            self._last_profile = profile | {"num_generated_tokens": new, "tokens_per_second": new / max(times.generation, 1e-9)}
-        return RolloutBatch(
-            whole,
-            torch.cat([kept.long(), (before == 0).long()], 1),
-            torch.full((rows,), started, dtype=torch.long, device=whole.device),
-        )
+            times, new, ended_at = self._rollouts.times, int((before == 0).sum()), time.perf_counter()
+            self._last_profile = {
+                "prompt_expansion_ms": (expanded - began) * 1e3,
+                "handover_ms": times.handover * 1e3,
+                "generation_ms": times.generation * 1e3,
+                "post_processing_ms": (ended_at - generated) * 1e3,
+                "total_ms": (ended_at - began) * 1e3,
+                "num_generated_tokens": new,
+                "tokens_per_second": new / max(times.generation, 1e-9),
+                "batch_size": len(request.prompt_ids),
+                "num_samples_per_prompt": num,
+                "prompt_length": started,
+                "response_length": answers.shape[1],
+            }
+        return batch
 
     def get_last_profile(self) -> dict[str, float] | None:
-        """Milliseconds and tokens of the last `generate`, with enable_profiling."""
+        """Milliseconds and tokens of the last `generate`, with enable_profiling. Generation excludes the hand-over of weights."""
         return self._last_profile
 
     def sync_weights(self, step: int) -> None:
