@@ -263,6 +263,26 @@ def test_deepspeeds_names() -> None:
     engine.destroy()
 
 
+@distributed(world_size=2, transports=("gloo",), timeout=60)
+def test_rollouts_without_hybrid_engine(transport: str) -> None:
+    """Ranks whose answers end early go on gathering with the others."""
+    engine = toy.make(toy.seeded(llama), 3, transport)
+    ids, mask = prompts(engine.rank)
+    expected = twin(engine, llama())
+    rollout = HybridEngineRollout(engine, types.SimpleNamespace(pad_token_id=0, eos_token_id=5))
+    ends = expected.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)[0, -1].item() if engine.rank else 5
+    rollout.tokenizer.eos_token_id = ends
+    rollout.sync_weights(0)
+    batch = rollout.generate(RolloutRequest(ids, mask), SamplingConfig(8, 0.0))
+    wanted = expected.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    assert batch.seq_len == 17 and batch.input_ids.equal(nn.functional.pad(wanted, (0, 17 - wanted.shape[1])))
+    lengths = [row.index(ends) + 1 if ends in row else 8 for row in wanted[:, 9:].tolist()]
+    assert batch.attention_mask[:, 9:].sum(1).tolist() == lengths
+    rollout.shutdown()
+    train(engine, 0)
+    engine.destroy()
+
+
 class LinearWithLora(nn.Module):
     """As in DeepSpeed-Chat: a linear layer with two factors beside its weight."""
 

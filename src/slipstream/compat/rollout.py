@@ -198,27 +198,26 @@ class RolloutEngine(ABC):
 
 
 class HybridEngineRollout(RolloutEngine):
-    """Rollouts by an engine of `deepspeed.initialize` or `slipstream.initialize` with `hybrid_engine.enabled`."""
+    """Rollouts by an engine of `deepspeed.initialize` or `slipstream.initialize`. Without `hybrid_engine.enabled`, and with another
+    object that has `module`, transformers' own `generate` answers; at stage 3, it is collective."""
 
     name = "hybrid_engine"
 
     def __init__(self, engine: Any, tokenizer: Any, cfg: Any = None) -> None:
         """tokenizer: has `pad_token_id` and `eos_token_id`. cfg: any object with attributes of `HybridEngineRolloutConfig`.
 
-        Raises ValueError if the tokenizer has neither, or for an engine without `hybrid_engine.enabled`."""
+        Raises ValueError if the tokenizer has neither."""
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if pad is None:
             raise ValueError("the tokenizer has neither pad_token_id nor eos_token_id; set one of them")
-        rollouts = engine.states.resources.get("rollouts")
-        if rollouts is None:
-            raise ValueError('the engine generates nothing; its config needs "hybrid_engine": {"enabled": true}')
         for name in (name for name in _NO_EFFECT if getattr(cfg, name, None)):
             logger.warning("rollouts: %s has no effect here: %s", name, _NO_EFFECT[name])
         self.engine, self.tokenizer, self.enable_profiling = engine, tokenizer, bool(getattr(cfg, "enable_profiling", False))
         self._last_profile: dict[str, float] | None = None
-        self._rollouts: Rollouts = rollouts
+        self._rollouts: Rollouts | None = engine.states.resources.get("rollouts") if hasattr(engine, "states") else None
         self._pad: int = pad
 
+    @torch.no_grad()
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
         """See `RolloutEngine.generate`. Collective after a step; a rank without prompts passes an empty request."""
         began = time.perf_counter()
@@ -233,27 +232,30 @@ class HybridEngineRollout(RolloutEngine):
         settings |= {
             "max_new_tokens": sampling.max_new_tokens,
             "pad_token_id": self._pad,
-            "eos_token_id": [] if end is None else end,
+            # transformers' own code gathers in every forward: all ranks generate equally many tokens
+            "eos_token_id": [] if end is None or self._rollouts is None else end,
         }
         expanded = time.perf_counter()
-        whole = self._rollouts.generate(ids, attention_mask=mask, **settings)
+        whole = self.engine.module.generate(ids, attention_mask=mask, **settings)
         generated, rows = time.perf_counter(), whole.shape[0]
         answers = whole[:, started:]
         ended = torch.zeros_like(answers) if end is None else (answers == end).long()
         before = ended.cumsum(1) - ended  # end tokens before each
+        answers.masked_fill_(before > 0, self._pad)
         kept = mask.repeat_interleave(rows // max(len(mask), 1), 0) if rows else mask
         attended = torch.cat([kept.long(), (before == 0).long()], 1)
         batch = RolloutBatch(whole, attended, torch.full((rows,), started, dtype=torch.long, device=whole.device))
         if self.enable_profiling:
-            times, new, ended_at = self._rollouts.times, int((before == 0).sum()), time.perf_counter()
+            handed = 0.0 if self._rollouts is None else self._rollouts.times.handover
+            new, seconds, ended_at = int((before == 0).sum()), generated - expanded - handed, time.perf_counter()
             self._last_profile = {
                 "prompt_expansion_ms": (expanded - began) * 1e3,
-                "handover_ms": times.handover * 1e3,
-                "generation_ms": times.generation * 1e3,
+                "handover_ms": handed * 1e3,
+                "generation_ms": seconds * 1e3,
                 "post_processing_ms": (ended_at - generated) * 1e3,
                 "total_ms": (ended_at - began) * 1e3,
                 "num_generated_tokens": new,
-                "tokens_per_second": new / max(times.generation, 1e-9),
+                "tokens_per_second": new / max(seconds, 1e-9),
                 "batch_size": len(request.prompt_ids),
                 "num_samples_per_prompt": num,
                 "prompt_length": started,
@@ -267,10 +269,12 @@ class HybridEngineRollout(RolloutEngine):
 
     def sync_weights(self, step: int) -> None:
         logger.debug("rollouts take the weights of step %d", step)
-        self._rollouts.renew()
+        if self._rollouts is not None:
+            self._rollouts.renew()
 
     def shutdown(self) -> None:
-        self._rollouts.release()
+        if self._rollouts is not None:
+            self._rollouts.release()
 
 
 def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **unused: Any) -> RolloutEngine:
