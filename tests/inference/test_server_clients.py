@@ -270,6 +270,20 @@ def test_the_tokens_of_prompt_and_answer_are_returned(address: str) -> None:
         assert [token for part in parts for token in part.get("token_ids", ())] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_each_chunk_of_a_stream_may_state_its_usage(address: str, path: str) -> None:
+    for each in (True, False):
+        options = {"include_usage": True, "continuous_usage_stats": each}
+        lines = post(address, path, n=2, stream=True, max_tokens=4, stream_options=options).body.decode().splitlines()
+        *chunks, last = [json.loads(line[6:]) for line in lines[:-2] if line]
+        prompt = len("<user>hi" if path == CHAT else "hi")
+        assert (last["choices"], last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == ([], prompt, 8)
+        for index in (0, 1):
+            usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            counts = [(one["completion_tokens"], one["total_tokens"] - prompt) for one in usages if one]
+            assert sorted({*counts}) == ([(num, num) for num in (1, 2, 3, 4)] if each else []) and counts == sorted(counts)
+
+
 @pytest.mark.parametrize(
     ("content", "marks", "num"),
     [

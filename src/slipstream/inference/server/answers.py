@@ -13,6 +13,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -30,7 +31,7 @@ from slipstream.inference.server.bodies import (
 from slipstream.inference.server.calls import CallFinder, CallForm, Functions, Thoughts
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
-from slipstream.inference.server.requests import SampledFields
+from slipstream.inference.server.requests import SampledFields, StreamOptions
 from slipstream.inference.text import Tokenizer
 
 
@@ -68,7 +69,7 @@ class Format(ABC):
     width: int = 1  # choices per prompt
 
     @abstractmethod
-    def begin(self, include_usage: bool) -> bytes:
+    def begin(self) -> bytes:
         """The first bytes of a stream."""
 
     @abstractmethod
@@ -105,7 +106,11 @@ class ChoicesFormat(Format):
     silent: bool = False  # leave out the token that the engine generates
 
     def __post_init__(self) -> None:
-        self.include_usage = False
+        options = self.request.stream_options or StreamOptions()
+        self.include_usage = bool(options.include_usage)
+        self._generated = (
+            Counter[int]() if options.continuous_usage_stats else None
+        )  # choice -> tokens, if each chunk has its usage
         self._started: set[int] = set()  # choices of which something was returned
         self.head: dict[str, Any] = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
 
@@ -117,12 +122,12 @@ class ChoicesFormat(Format):
     def choice(self, joined: Output) -> CompletionChoice | ChatChoice:
         """Return the `choices` entry of a non-streaming response."""
 
-    def begin(self, include_usage: bool) -> bytes:
-        self.include_usage = include_usage
+    def begin(self) -> bytes:
         return b""
 
     def events(self, part: Output) -> bytes:
-        return b"".join(self._chunk([choice]) for choice in self.pieces(part))
+        usage = self._usage_so_far(part)
+        return b"".join(self._chunk([choice], usage) for choice in self.pieces(part))
 
     def end(self, usages: Mapping[int, Usage]) -> bytes:
         return (self._chunk([], self._usage(usages)) if self.include_usage else b"") + b"data: [DONE]\n\n"
@@ -139,6 +144,12 @@ class ChoicesFormat(Format):
         if self.include_usage:
             body["usage"] = usage
         return event(body)
+
+    def _usage_so_far(self, part: Output) -> UsageBody | None:
+        if self._generated is None:
+            return None
+        self._generated[part.index] += len(part.token_ids)
+        return self._usage({0: Usage(len(self.prompts[part.index // self.width]), 0, self._generated[part.index])})
 
     def _usage(self, usages: Mapping[int, Usage]) -> UsageBody:
         """Sum usage over choices. A prompt is counted once."""
@@ -298,7 +309,8 @@ class ChatFormat(ChoicesFormat):
 
     def events(self, part: Output) -> bytes:
         scores = {} if part.index in self._started else self._scores(part, self.prompts[0])
-        return b"".join(self._chunk([piece], **({} if number else scores)) for number, piece in enumerate(self.pieces(part)))
+        usage = self._usage_so_far(part)
+        return b"".join(self._chunk([piece], usage, **({} if number else scores)) for number, piece in enumerate(self.pieces(part)))
 
     def pieces(self, part: Output) -> list[dict[str, Any]]:
         logprobs = self._logprobs(part) if self.logprobs and part.logprobs else None

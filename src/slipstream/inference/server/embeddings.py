@@ -84,8 +84,8 @@ Embedder = EmbeddingEngine | Router
 async def _answer(
     kind: type[Kind], compute: Callable[[Embedder, Kind, int], Response], params: tuple[str, ...], front: Front, request: Request
 ) -> Response:
-    """Respond with `compute(engine, request, to how many tokens to cut texts)` (True: the context; False: not). `params`: the fields
-    that its ValueErrors name, for all texts, or for the first and the second text of a pair."""
+    """Respond with `compute(engine, request, to how many tokens to cut texts)` (True: the context; False: not). `params`: the
+    fields that its ValueErrors name, for all texts, or for the first and the second text of a pair."""
 
     def prepare(server: Serving, body: bytes) -> tuple[Kind, Callable[[], Response]]:
         given, engine = server.parsed(kind, body), server.engine

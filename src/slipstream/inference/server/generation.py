@@ -323,8 +323,6 @@ class Answer(Response):
         """`arrived`: perf_counter when the body had arrived."""
         super().__init__()
         self.front, self.engine, self.work, self.form, self.arrived = front, engine, prepared.work, prepared.form, arrived
-        options = prepared.request.stream_options
-        self.include_usage = options is not None and bool(options.include_usage)
         self.write = self._respond if prepared.work.whole else self._stream
         self.headers_sent = front.headers(prepared.ignored)
 
@@ -360,7 +358,7 @@ class Answer(Response):
     async def _stream(self, batches: Batches, mailbox: Mailbox, send: Send) -> None:
         usages: dict[int, Usage] = {}
         await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *self.headers_sent]})
-        first = self.form.begin(self.include_usage)
+        first = self.form.begin()
         async for batch in batches:
             usages |= _usages(batch)
             if body := first + b"".join(self.form.events(part) for part in joined(batch)):

@@ -206,7 +206,7 @@ class MessagesFormat(Format):
         self._open = False  # the last block is not complete yet
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": chat.model}
 
-    def begin(self, include_usage: bool) -> bytes:
+    def begin(self) -> bytes:
         return _event("message_start", message=self._message(Usage(len(self.chat.prompts[0]), 0, 0)))
 
     def events(self, part: Output) -> bytes:

@@ -100,6 +100,7 @@ class StreamOptions(Fields):
     labels = {"include_obfuscation": (False,)}
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with include_usage: each chunk states its choice's usage until now
 
 
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)]

@@ -199,7 +199,7 @@ class ResponsesFormat(Format):
             "metadata": {},
         }
 
-    def begin(self, include_usage: bool) -> bytes:
+    def begin(self) -> bytes:
         started = self._response("in_progress", None)
         return self._event("response.created", response=started) + self._event("response.in_progress", response=started)
 
