@@ -60,7 +60,7 @@ leaves = (
     | st.floats()
     | st.text(max_size=8)
     | st.binary(max_size=8)
-    | st.sampled_from([torch.bfloat16, torch.Size((2, 3)), numpy.float32("nan"), numpy.int64(-5)])
+    | st.sampled_from([torch.bfloat16, Path("a/b"), torch.Size((2, 3)), numpy.float32("nan"), numpy.int64(-5)])
 )
 values = st.recursive(
     leaves,

@@ -6,7 +6,7 @@ object with a single key that begins with "$":
 
     $tuple $dict $ordered $counter $size    containers ($dict: keys that are not plain strings, as pairs)
     $set $frozenset $namespace              sets of hashable scalars and tuples; an argparse.Namespace, as pairs
-    $float $bytes $dtype                    a float that is not finite (its 8 bytes), bytes, a torch.dtype
+    $float $bytes $dtype $path              a float that is not finite (its 8 bytes), bytes, a torch.dtype, a pathlib.Path
     $tensor $array $scalar                  a tensor's name; a numpy array (bytes in a tensor); a numpy scalar
 
 A defaultdict becomes a dict, because its factory is code. Any other type raises CheckpointError with path and type: nothing is
@@ -23,6 +23,7 @@ import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ def _encode_leaf(value: Any, path: str, keep: Callable[[Tensor], str]) -> Any:
         return {"$bytes": base64.b64encode(value).decode()}
     if kind is torch.dtype:
         return {"$dtype": str(value).removeprefix("torch.")}
+    if kind is type(Path()):
+        return {"$path": str(value)}
     if kind is Tensor or kind is torch.nn.Parameter:
         check_dense(path, value)
         return {"$tensor": keep(value.detach())}
@@ -222,6 +225,7 @@ _ATOMS: dict[str, Callable[[Any], Any]] = {
     "$float": lambda body: struct.unpack(">d", bytes.fromhex(body))[0],
     "$bytes": lambda body: base64.b64decode(body, validate=True),
     "$dtype": _dtype,
+    "$path": Path,
 }
 
 
