@@ -404,6 +404,13 @@ def test_a_response(ai: Any, engine: FakeEngine) -> None:
     assert (engine.submitted[-1][0].max_tokens, engine.submitted[-1][0].temperature) == (50, 0.5)
     cut = ai.responses.create(model="fake/model", input="a b", max_output_tokens=2)
     assert (cut.status, cut.incomplete_details.reason, cut.output[0].status) == ("incomplete", "max_output_tokens", "incomplete")
+    more = {"top_k": 3, "seed": 5, "stop": ["zz"], "bad_words": ["no"], "guided_regex": "by"}
+    for name in ("responses", "messages"):
+        text = {"input": "hi"} if name == "responses" else {"messages": [USER], "max_tokens": 9}
+        reply = call(ai.base_url.netloc.decode(), "POST", f"/v1/{name}", json.dumps(text | more))
+        params = engine.submitted[-1][0]
+        assert (reply.status, reply.headers.get("x-slipstream-ignored")) == (200, None)
+        assert (params.top_k, params.seed, params.stop, params.bad_words, params.grammar) == (3, 5, ("zz",), ("no",), "start: /by/")
     made = ai.responses.create(
         model="fake/model", input="a", text={"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}
     )
@@ -574,6 +581,7 @@ def test_a_conversation_of_anthropic_s_blocks(address: str, engine: FakeEngine) 
         {"role": "user", "content": [result, {"type": "text", "text": "and?", "cache_control": {"type": "ephemeral"}}]},
         {"role": "user", "content": "now"},
         {"role": "system", "content": "Hurry"},
+        {"role": "system", "content": "x-anthropic-billing-header: 2"},
         {"role": "assistant", "content": "Well"},
     ]
     more = {"stop_sequences": ["zz"], "top_k": 3, "temperature": 0.5, "thinking": {"type": "enabled", "budget_tokens": 1024}}

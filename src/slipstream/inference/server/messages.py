@@ -21,7 +21,7 @@ from slipstream.inference.server.answers import ChatFormat, Format, event
 from slipstream.inference.server.bodies import CountBody
 from slipstream.inference.server.chat import converted, prepare_converted, rendered, text_of
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.requests import MAX_MESSAGES, Fields, Number, Seconds
+from slipstream.inference.server.requests import MAX_MESSAGES, CommonFields, Fields
 from slipstream.inference.server.responses import nested, nested_format
 from slipstream.inference.server.state import Caller, Front, Prepared, Serving
 
@@ -48,18 +48,18 @@ class OutputConfig(Fields):
     format: dict[str, JsonValue] | None = None
 
 
-class CountRequest(Fields):
-    """What makes the prompt."""
+class CountRequest(CommonFields):
+    """What makes the prompt. The common fields have no effect on its length."""
 
     labels = {"cache_control": (), "context_management": (), "mcp_servers": ([],), "inference_geo": (), "speed": ("standard",)}  # noqa: RUF012
 
-    model: str | None = None
     messages: Annotated[Objects, Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Objects | None = None
     tools: Objects | None = None
     tool_choice: dict[str, JsonValue] | None = None
     thinking: dict[str, JsonValue] | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
 
     def chat(self) -> dict[str, Any]:
         """Convert to the fields of /v1/chat/completions. Raises RequestError."""
@@ -71,7 +71,8 @@ class CountRequest(Fields):
         tools = [nested({**tool, "parameters": tool.get("input_schema")}) for tool in self.tools or () if tool.get("type") in _OWN]
         config = self.output_config or OutputConfig()
         chat = {
-            "model": self.model,
+            **self.shared(),
+            "chat_template_kwargs": self.chat_template_kwargs,
             "messages": messages,
             "tools": tools or None,
             "tool_choice": self._choice(bool(tools)),
@@ -112,17 +113,9 @@ class MessagesRequest(CountRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: int | None = None
-    first_within: Seconds | None = None
-    wait_within: Seconds | None = None
 
     def chat(self) -> dict[str, Any]:
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "first_within", "wait_within")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return super().chat() | given | ({"stop": self.stop_sequences} if self.stop_sequences else {})
+        return super().chat() | {"max_tokens": self.max_tokens} | ({"stop": self.stop_sequences} if self.stop_sequences else {})
 
 
 def prepare(server: Serving, request: MessagesRequest, caller: Caller) -> Prepared:
@@ -189,6 +182,8 @@ def _continues(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 def _instructions(given: Any) -> str:
     """The text of the system's blocks, without Claude Code's header."""
+    if isinstance(given, str) and given.startswith(_BILLING):
+        return ""
     if isinstance(given, list):
         given = [one for one in given if not (isinstance(one, dict) and str(one.get("text")).startswith(_BILLING))]
     return text_of(given, "system", between="")

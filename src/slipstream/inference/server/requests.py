@@ -136,14 +136,10 @@ class ResponseFormat(Fields):
         return self
 
 
-class SampledFields(Fields):
-    """The fields that completions and chats share: OpenAI's, then vLLM's, then llama.cpp's."""
-
-    labels = LABELS
+class CommonFields(Fields):
+    """The fields of all APIs that generate: OpenAI's, then vLLM's and our own, then constraints, the last of them llama.cpp's."""
 
     model: str | None = None  # None: the server's only model
-    max_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: no limit; 0: no limit in chats, no tokens in completions
-    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     temperature: Annotated[Number | None, documented(minimum=0, maximum=100)] = None
     top_p: Annotated[Number | None, documented(exclusiveMinimum=0, maximum=1)] = None
     presence_penalty: Annotated[float | None, documented(minimum=-2, maximum=2)] = None
@@ -161,8 +157,6 @@ class SampledFields(Fields):
     ] = None
     seed: Int64 | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None  # a label for the provider's records; no effect on the output, as in OpenAI's API
 
     top_k: Annotated[int | None, documented(minimum=-1)] = None
     min_p: Annotated[float | None, documented(minimum=0, maximum=1)] = None
@@ -186,16 +180,31 @@ class SampledFields(Fields):
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # each step is worth 10 s of waiting: no starvation
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None  # requests with the same salt share prefixes
 
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, JsonValue] | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     grammar: str | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """The given ones, for another API's request."""
+        return {name: value for name in CommonFields.model_fields if (value := getattr(self, name)) is not None}
+
+
+class SampledFields(CommonFields):
+    """The fields that completions and chats share."""
+
+    labels = LABELS
+
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: no limit; 0: no limit in chats, no tokens in completions
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # a label for the provider's records; no effect on the output, as in OpenAI's API
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> SampledFields:

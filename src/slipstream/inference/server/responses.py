@@ -18,7 +18,7 @@ from slipstream.inference.engine import Output, Usage
 from slipstream.inference.server.answers import ChatFormat, Format, event
 from slipstream.inference.server.chat import prepare_converted, text_of
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, Seconds
+from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, CommonFields, Fields
 from slipstream.inference.server.state import Caller, Prepared, Serving
 
 _CHAT = {  # a chat request's field -> the field here
@@ -48,23 +48,18 @@ class Reasoning(Fields):
     effort: str | None = None
 
 
-class ResponsesRequest(Fields):
+class ResponsesRequest(CommonFields):
     labels = LABELS | {"store": (False, True), "include": ([],), "truncation": ("disabled",), "user": ()}
 
-    model: str | None = None
     input: str | Annotated[list[dict[str, JsonValue]], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    stream: bool | None = None
     tools: Annotated[list[dict[str, JsonValue]], Field(max_length=256)] | None = None
     tool_choice: str | dict[str, JsonValue] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    first_within: Seconds | None = None
-    wait_within: Seconds | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
 
     previous_response_id: Annotated[None, NOT_SERVED] = None
     conversation: Annotated[None, NOT_SERVED] = None
@@ -81,14 +76,10 @@ class ResponsesRequest(Fields):
             _add_item(messages, item, f"input.{number}")
         tools = [nested(tool) for tool in self.tools or () if tool.get("type") == "function"]
         chat = {
-            "model": self.model,
+            **self.shared(),
             "messages": messages,
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "first_within": self.first_within,
-            "wait_within": self.wait_within,
-            "stream": self.stream,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "tools": tools or None,
             "tool_choice": self._choice(bool(tools)),
             "parallel_tool_calls": self.parallel_tool_calls,
