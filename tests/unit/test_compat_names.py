@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import math
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,44 @@ def test_a_builder_loads_or_says_what_to_use() -> None:
                 op.load()
     assert compatible["cpu_adam"] and not compatible["deepspeed_not_implemented"]
     assert load("ops.op_builder.all_ops").ALL_OPS["cpu_lion"].NAME == "cpu_lion"
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, 3 * 4096, 100_001])
+@pytest.mark.parametrize("offset", [0, 1000, 8192])
+def test_a_handle_moves_tensors_to_and_from_ranges_of_files(tmp_path: Path, nbytes: int, offset: int) -> None:
+    handle = load("ops.aio").AsyncIOBuilder().load().aio_handle(1024, 2, True, False, intra_op_parallelism=2)
+    getters = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
+    assert [getattr(handle, f"get_{name}")() for name in getters] == [1024, 2, True, False, 2]
+    locked = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8)).random_()
+    for i, source in enumerate((locked, torch.stack([locked, locked], 1)[:, 0])):  # direct; strided
+        path = str(tmp_path / f"{i}")
+        before = os.urandom(offset + nbytes + 5000)
+        Path(path).write_bytes(before)
+        assert handle.async_pwrite(source, path, offset) == 0 and handle.wait() == 1
+        want = before[:offset] + bytes(source.tolist()) + before[offset + nbytes :]
+        assert Path(path).read_bytes() == want  # nothing else changed
+        read, strided = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, 2, dtype=torch.uint8)[:, 0]
+        assert handle.async_pread(read, path, offset) == 0 and handle.sync_pread(strided, path, offset) == 2
+        assert read.equal(locked) and strided.equal(locked)
+    with open(tmp_path / "open", "wb") as file:  # by its descriptor
+        assert handle.async_pwrite(buffer=locked, fd=file.fileno(), file_offset=offset) == 0 and handle.wait() == 1
+        file.flush()
+    assert handle.pread(read, str(tmp_path / "open"), True, False, offset) == 1 and read.equal(locked)
+    assert handle.is_pinned(locked[-1:]) and handle.free_cpu_locked_tensor(locked) and not handle.free_cpu_locked_tensor(locked)
+
+
+def test_a_handle_says_what_is_wrong(tmp_path: Path) -> None:
+    op, path = load("ops.op_builder").AsyncIOBuilder().load(), str(tmp_path / "short")
+    weights = torch.arange(5000.0)
+    assert op.aio_write(weights, path, 1 << 20, 8, False, True, True) == 0 and op.aio_handle().write(weights, path, True) == 0
+    read = torch.zeros(5000)
+    assert op.aio_read(read, path, 1 << 20, 8, False, True, True) == 0 and read.equal(weights) and op.aio_handle().wait() == 0
+    with pytest.raises(ValueError, match=r"20004 bytes at offset 0 is beyond the end of .*short, which has 20000 bytes"):
+        op.aio_handle().sync_pread(torch.zeros(5001), path)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        op.aio_handle().sync_pread(read, str(tmp_path / "nowhere"))
+    with pytest.raises(ImportError, match="aio_handle"):
+        load("ops.op_builder").GDSBuilder().load()
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

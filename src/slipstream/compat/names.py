@@ -169,6 +169,8 @@ ops.op_builder compat.op_builders: ALL_OPS AsyncIOBuilder CCLCommBuilder CPUAdag
     GDSBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder NotImplementedBuilder OpBuilder PinMemoryBuilder
     QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder
     SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder UtilsBuilder
+ops.aio compat.op_builders: AsyncIOBuilder
+ops.gds compat.op_builders: GDSBuilder
 accelerator compat.accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator
 runtime.pipe parallel.module: DualPipeVModule PipelineModule PipelineError
 runtime.pipe parallel.layers: LayerSpec TiedLayerSpec
@@ -245,7 +247,6 @@ moe load_moe_state_dict(): internals of DeepSpeed's MoE layer; slipstream.moe ha
 utils.groups/initialize: a function without effect, in DeepSpeed too; pass ep_size to deepspeed.moe.layer.MoE
 ops.transformer: DeepSpeed's inference kernels; init_inference uses Slipstream's
 ops.op_builder: DeepSpeed's op builders; Slipstream's kernels are built when it is installed
-ops.aio: DeepSpeed's handle for asynchronous file I/O; offload_optimizer and offload_param store states on disk
 inference/build_engine_from_ds_checkpoint inference.v2/build_engine_from_ds_checkpoint: DeepSpeed's flattened weights;
     build_hf_engine loads a Hugging Face folder
 inference: internals of DeepSpeed's serving engines; init_inference, build_hf_engine and `slipstream serve` serve models

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from slipstream.compat import aio
 from slipstream.ops import optim
 
 
@@ -113,9 +114,9 @@ _OPS: Mapping[str, tuple[str, Callable[[], dict[str, Any]] | str]] = {
     "FusedLionBuilder": ("fused_lion", lambda: {"multi_tensor_lion": _fused(_lion, _LION_ORDER)}),
     "UtilsBuilder": ("utils", lambda: {"flatten": _flatten_dense_tensors, "unflatten": _unflatten_dense_tensors}),
     "FusedLambBuilder": ("fused_lamb", "deepspeed.ops.lamb.FusedLamb makes Slipstream's LAMB"),
-    "AsyncIOBuilder": ("async_io", "offload_optimizer and offload_param use the disk"),
-    "GDSBuilder": ("gds", "offload_optimizer and offload_param use the disk through pinned memory"),
-    "PinMemoryBuilder": ("pin_memory", "torch.Tensor.pin_memory() pins"),
+    "AsyncIOBuilder": ("async_io", lambda: {name: getattr(aio, name) for name in ("aio_handle", "aio_read", "aio_write")}),
+    "GDSBuilder": ("gds", "AsyncIOBuilder().load().aio_handle() moves tensors of a GPU through host memory"),
+    "PinMemoryBuilder": ("pin_memory", lambda: {"pin_handle": aio.pin_handle}),
     "CCLCommBuilder": ("deepspeed_ccl_comm", "torch.distributed with gloo communicates"),
     "ShareMemCommBuilder": ("deepspeed_shm_comm", 'the engine of deepspeed.initialize uses shared memory by itself ("transport")'),
     "DeepCompileBuilder": ("dc", "engine.compile() is torch.compile"),
