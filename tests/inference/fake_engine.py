@@ -40,6 +40,7 @@ class Output(NamedTuple):
     usage: Usage | None = None
     error: str | None = None
     prompt_logprobs: tuple[Logprob | None, ...] | None = None
+    stopped_by: str | int | None = None
 
 
 class FakeTokenizer:

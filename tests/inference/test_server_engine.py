@@ -39,9 +39,12 @@ LENGTH = 12
 
 @contextmanager
 def served(
-    before: Callable[[Batch], None] = lambda batch: None, server: dict[str, Any] | None = None, **options: Any
+    before: Callable[[Batch], None] = lambda batch: None,
+    server: dict[str, Any] | None = None,
+    runner: HashRunner | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Engine, str]]:
-    runner = HashRunner(num_blocks=96)
+    runner = runner or HashRunner(num_blocks=96)
     runner.before = before
     engine = Engine(runner, byte_tokenizer(), **{"token_budget": 64, "max_running": 32, "num_draft": 2, **options})
     engine.start()
@@ -107,6 +110,27 @@ def test_fields_of_vllm_that_forbid_and_cut() -> None:
         for add, first in ((None, 256), (True, 256), (False, ord("h"))):
             assert answer(add_special_tokens=add)["choices"][0]["prompt_token_ids"][0] == first
         assert "thinking_token_budget needs a model whose" in answer(thinking_token_budget=3)["error"]["message"]
+
+
+def test_what_ended_an_answer_is_named() -> None:
+    """By vLLM's `stop_reason`, and by Anthropic's stop_sequence."""
+    with served(runner=HashRunner(says="hello world")) as (_, address):
+        for fields, reason in (
+            ({}, None),
+            ({"stop": ["x", "lo"]}, "lo"),
+            ({"stop_token_ids": [ord("w")]}, 119),
+            ({"max_tokens": 3}, None),
+        ):
+            for path, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [USER]})):
+                reply = call(address, "POST", f"/v1/{path}", json.dumps({"temperature": 0, "max_tokens": 30, **prompt, **fields}))
+                assert json.loads(reply.body)["choices"][0]["stop_reason"] == reason, reply.body
+                asked = {"temperature": 0, "max_tokens": 30, **prompt, **fields, "stream": True}
+                events = call(address, "POST", f"/v1/{path}", json.dumps(asked)).body.decode().split("\n\n")
+                assert json.loads(events[-3].removeprefix("data: "))["choices"][0]["stop_reason"] == reason
+        for stops, ended in ((["x", "lo"], ("stop_sequence", "lo")), (["x"], ("end_turn", None))):
+            body = {"temperature": 0, "max_tokens": 30, "messages": [USER], "stop_sequences": stops}
+            message = json.loads(call(address, "POST", "/v1/messages", json.dumps(body)).body)
+            assert (message["stop_reason"], message["stop_sequence"]) == ended
 
 
 def fields_of(number: int) -> dict[str, Any]:

@@ -88,6 +88,7 @@ class Output:
     usage: Usage | None = None
     error: str | None = None  # the reason, if finish is ERROR
     prompt_logprobs: tuple[Logprob | None, ...] | None = None  # one per token of the prompt, if requested; only in the first Output
+    stopped_by: str | int | None = None  # the stop string, or of stop_token_ids, that ended it; None: an end token, or no end yet
 
 
 Sink = Callable[[Output], object]
@@ -161,7 +162,11 @@ class _Sequence:
             text += self.stops.finish()
             usage = Usage(self.request.num_prompt, self.request.num_cached, self.num_reported)
         logprobs = tuple(Logprob(one.token, one.logprob, one.top, one.rank) for one in tokens if one.logprob is not None)
-        return Output(self.index, text, tuple(sampled.token for sampled in tokens), logprobs, finish, usage)
+        ids = tuple(sampled.token for sampled in tokens)
+        stopped: str | int | None = self.stops.matched
+        if stopped is None and finish is Finish.STOP and ids[-1] in self.request.params.stop_token_ids:
+            stopped = ids[-1]
+        return Output(self.index, text, ids, logprobs, finish, usage, stopped_by=stopped)
 
 
 @dataclass(slots=True)

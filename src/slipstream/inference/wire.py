@@ -188,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 
 def output_of(packed: Sequence[Any]) -> Output:
-    index, text, tokens, logprobs, finish, usage, error, scored = packed
+    index, text, tokens, logprobs, finish, usage, error, scored, stopped = packed
     return Output(
         index,
         text,
@@ -198,6 +198,7 @@ def output_of(packed: Sequence[Any]) -> Output:
         usage and Usage(*usage),
         error,
         None if scored is None else tuple(one and _logprob(*one) for one in scored),
+        stopped,
     )
 
 

@@ -47,6 +47,7 @@ def join(index: int, outputs: Sequence[Output]) -> Output:
         last.usage,
         last.error,
         outputs[0].prompt_logprobs,
+        last.stopped_by,
     )
 
 
@@ -224,6 +225,8 @@ class CompletionFormat(ChoicesFormat):
             "logprobs": self._logprobs(part) if self.logprobs else None,
             "finish_reason": _reason(part.finish),
         }
+        if part.finish is not None:
+            choice["stop_reason"] = part.stopped_by
         if self.request.return_token_ids:
             choice["token_ids"] = [*part.token_ids]
         self._started.add(part.index)
@@ -325,7 +328,8 @@ class ChatFormat(ChoicesFormat):
         if choices:
             choices[-1] |= {"logprobs": logprobs, **ids}
         if part.finish is not None:
-            choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part)})
+            ended = {"finish_reason": self._reason(part), "stop_reason": part.stopped_by}
+            choices.append({"index": part.index, "delta": {}, "logprobs": None, **ended})
         return choices
 
     def written(self, part: Output) -> Iterator[tuple[str, tuple[str, str] | None, str]]:
@@ -384,6 +388,7 @@ class ChatFormat(ChoicesFormat):
             "message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None},
             "logprobs": logprobs,
             "finish_reason": self._reason(joined) or "stop",
+            "stop_reason": joined.stopped_by,
         }
         if thought:
             answer["message"] |= {"reasoning_content": thought, "reasoning": thought}

@@ -196,6 +196,7 @@ class MessagesFormat(Format):
         super().__init__(width=1)
         self.chat = chat
         self._finish: Finish | None = None
+        self._stop: str | None = None  # the stop sequence that ended it
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""  # of the last block, if it is a call
         self._open = False  # the last block is not complete yet
@@ -205,7 +206,7 @@ class MessagesFormat(Format):
         return _event("message_start", message=self._message(Usage(len(self.chat.prompts[0]), 0, 0)))
 
     def events(self, part: Output) -> bytes:
-        self._finish = part.finish
+        self._finish, self._stop = part.finish, part.stopped_by if isinstance(part.stopped_by, str) else None
         events = b""
         for kind, call, text in self.chat.written(part):
             if call:
@@ -237,8 +238,8 @@ class MessagesFormat(Format):
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }
-        reason = reasons.get(self._finish, "tool_use" if calls else "end_turn")
-        return {**self._head, "content": self._blocks, "stop_reason": reason, "stop_sequence": None, "usage": counts}
+        reason = reasons.get(self._finish, "tool_use" if calls else "end_turn" if self._stop is None else "stop_sequence")
+        return {**self._head, "content": self._blocks, "stop_reason": reason, "stop_sequence": self._stop, "usage": counts}
 
     def _begin(self, block: dict[str, Any]) -> bytes:
         events = self._close()
