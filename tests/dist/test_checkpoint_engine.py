@@ -1,5 +1,6 @@
 """Checkpoints of engines: other world sizes and stages, bit-identical resumption, and failures that change nothing."""
 
+import copy
 import logging
 import os
 import random
@@ -161,6 +162,29 @@ def test_the_states_of_optimizers_inside_an_optimizer_are_saved(tmp_path: Path) 
     for number, expected in states[0].items():
         assert number == "after" or len({"slow", "exp_avg@1", "momentum_buffer@2"} & expected.keys()) == 2
         same(states[1][number], expected)
+    toy.Lookahead([torch.zeros(2), torch.zeros(2)]).step()  # the class is as before
+
+
+class Scaled(toy.Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@distributed(world_size=2)
+def test_states_that_are_not_like_their_parameters_load_back() -> None:
+    """Adafactor's sums over rows and columns, and its state of a parameter without dimensions."""
+    engine = small(Scaled, optimizer=torch.optim.Adafactor)
+    train(engine, 2)
+    before = copy.deepcopy(engine.optimizer.state_dict())
+    train(engine, 1)
+    engine.optimizer.load_state_dict(before)
+    for number, expected in before["state"].items():
+        same(engine.optimizer.state_dict()["state"][number], expected)
+    engine.destroy()
 
 
 # ---- failures

@@ -218,7 +218,8 @@ class ShardedSteps(ABC):
     def groups_loaded(self) -> None:
         """Let the optimizer's class process loaded groups: AdamW sets decoupled decay even in groups that Adam saved."""
         for each in self.nested.members:
-            each.__setstate__({"state": each.state, "param_groups": each.param_groups})
+            if type(each).__setstate__ is not torch.optim.Optimizer.__setstate__:  # it changes the class's step, once hooks are set
+                each.__setstate__({"state": each.state, "param_groups": each.param_groups})
 
     def loaded_without_states(self, done: int) -> str:
         """The error text if a run cannot continue after `done` steps with weights alone, else "", and the consequence is logged."""

@@ -150,7 +150,10 @@ def _misfit(steps: ShardedSteps, values: Mapping[str, Any], unit: Unit, i: int) 
     """Why the states do not fit parameter i; "" if they do."""
     name, shape = unit.names[i], whole_shape(unit.params[i], unit.layout.slots[i].shape)
     for state, value in values.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != shape:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            continue
+        is_reduced = steps.state_names is None and {*value.shape} <= {1, *shape}  # Adafactor's sums over rows and columns
+        if tuple(value.shape) != shape and not is_reduced:
             return f"{state} of {name!r} has shape {tuple(value.shape)}, but the parameter has shape {shape}"
     expected = sorted(values if steps.state_names is None else steps.state_names)  # torch optimizers accept any
     for state in _tensors(values, shape).keys() - {"master", *expected}:
@@ -181,7 +184,8 @@ def _take_one(steps: ShardedSteps, unit: Unit, i: int, values: Mapping[str, Any]
         if values is None:  # as before the first step
             for state in states.values():
                 write(state, torch.zeros(state.numel()))
-        scalars = {name: value for name, value in values.items() if name not in tensors} if values is not None else {"step": 0}
+        # for a parameter of one element, states of whole tensors are scalars, too
+        scalars = {"step": 0} if values is None else {name: values[name] for name in values.keys() - {"master", *states}}
         if states or values is not None:
             steps.load_scalars(piece, copy.deepcopy(scalars))  # the optimizer modifies them
     _write(unit, i, states, tensors)
