@@ -318,11 +318,16 @@ class TorchSteps(ShardedSteps):
         self.whole, self.state_dtype = whole, state_dtype
         self.lazy = isinstance(inner, torch.optim.SparseAdam)  # steps only rows with a nonzero gradient
         self._before: list[dict[str, Any]] = []  # each group's values at the beginning of the engine's step
+        self._places: dict[int, list[int]] = {}  # id of a parameter -> the groups that have it
         self._after: dict[int, dict[str, Any]] = {}  # values of the groups that have advanced since
         self._counts = (self.nested.counts(),) * 2  # the attributes' values, at the beginning and now
 
     def begin(self, units: Sequence[Unit]) -> None:
-        self._before = [_values(group) for group in self.nested.groups()]
+        groups = self.nested.groups()
+        self._before, self._places = [_values(group) for group in groups], {}
+        for place, group in enumerate(groups):
+            for param in group["params"]:
+                self._places.setdefault(id(param), []).append(place)
         self._after.clear()
         self._counts = (self.nested.counts(),) * 2
 
@@ -353,12 +358,14 @@ class TorchSteps(ShardedSteps):
             stepped.append(self._joined(piece, leaf))
             grad = joined(grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape), self._cuts(piece))
             stepped[-1].grad = grad.to_sparse(1) if self.lazy else grad
-        of_param = {id(piece.param): tensor for piece, tensor in zip(pieces, stepped, strict=True)}
         groups = self.nested.groups()
         users_params = [group["params"] for group in groups]
         for group, values in zip(groups, self._before, strict=True):
             _set_values(group, values)
-            group["params"] = [of_param[id(param)] for param in group["params"] if id(param) in of_param]
+            group["params"] = []
+        for piece, tensor in zip(pieces, stepped, strict=True):
+            for place in self._places[id(piece.param)]:
+                groups[place]["params"].append(tensor)
         self._stepping = True
         self.nested.set_counts(self._counts[0])
         try:
