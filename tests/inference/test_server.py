@@ -332,6 +332,8 @@ def strict(engine: FakeEngine) -> Iterator[str]:
         (CHAT, "functions", [], [{}]),
         (CHAT, "function_call", "none", "auto"),
         (CHAT, "modalities", ["text"], ["text", "audio"]),
+        (CHAT, "chat_template", None, "{{ messages }}"),
+        *((path, "use_beam_search", False, True) for path in (COMPLETIONS, CHAT)),
     ],
 )
 def test_what_is_not_served_is_named(address: str, path: str, field: str, neutral: Any, refused: Any) -> None:
@@ -350,6 +352,7 @@ def test_what_is_not_served_is_named(address: str, path: str, field: str, neutra
         (CHAT, "metadata", {}, {"a": "b"}),
         (CHAT, "store", False, True),
         (CHAT, "reasoning_effort", None, "high"),
+        (CHAT, "documents", None, [{"text": "x"}]),
         (CHAT, "service_tier", "auto", "flex"),
         (CHAT, "verbosity", "medium", "low"),
         *((path, "cache_prompt", ..., {}) for path in (COMPLETIONS, CHAT)),

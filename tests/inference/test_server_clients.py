@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import BaseModel
@@ -215,6 +216,15 @@ def test_names_that_clients_make_up_fit_a_header(engine: FakeEngine, caplog: pyt
 def test_whether_a_model_thinks(think: bool | str, enabled: bool | None) -> None:
     request = ChatRequest.model_validate({"model": "m", "messages": [USER], "think": think})
     assert request.variables().get("enable_thinking", ("", None))[1] is enabled
+
+
+def test_documents_reach_a_template_that_reads_them(address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Mock(return_value="hi")
+    monkeypatch.setattr(FakeTokenizer, "variables", frozenset({"documents"}))
+    monkeypatch.setattr(FakeTokenizer, "chat", found)
+    documents = [{"title": "a", "text": "b"}]
+    assert "x-slipstream-ignored" not in post(address, documents=documents).headers
+    assert found.call_args.kwargs["documents"] == documents
 
 
 def test_prompts_are_scored(address: str) -> None:

@@ -126,7 +126,9 @@ class ChatRequest(SampledFields):
     reasoning_effort: str | None = None  # this and the next are variables of the chat template
     think: bool | str | None = None  # Ollama's enable_thinking
     include_reasoning: bool | None = None
+    documents: list[dict[str, JsonValue]] | None = None  # a variable of the template, for retrieved texts
     chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template: Never = None  # clients choose no template, which is a program
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -197,7 +199,10 @@ class ChatRequest(SampledFields):
 
     def variables(self) -> dict[str, tuple[str, Any]]:
         """Variables of the chat template that fields of the request set: name -> (field, value)."""
-        given = {name: (f"chat_template_kwargs.{name}", value) for name, value in (self.chat_template_kwargs or {}).items()}
+        fields = self.chat_template_kwargs or {}
+        given: dict[str, tuple[str, Any]] = {name: (f"chat_template_kwargs.{name}", value) for name, value in fields.items()}
+        if self.documents is not None:
+            given["documents"] = ("documents", self.documents)
         effort = self.think if isinstance(self.think, str) else self.reasoning_effort
         if effort is not None:
             given["reasoning_effort"] = ("think" if effort is self.think else "reasoning_effort", effort)

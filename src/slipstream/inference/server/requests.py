@@ -59,7 +59,7 @@ def wrong(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", message, {"param": param})
 
 
-NOT_SERVED = explained("not_served", "this OpenAI field is not supported; leave it out")
+NOT_SERVED = explained("not_served", "this field is not supported; leave it out")
 Never = Annotated[None, NOT_SERVED]
 Empty = Annotated[list[Any], Field(max_length=0)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -205,6 +205,7 @@ class SampledFields(CommonFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
+    use_beam_search: Annotated[Literal[False] | None, NOT_SERVED] = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> SampledFields:
