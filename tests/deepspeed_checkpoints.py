@@ -32,7 +32,7 @@ class Case(NamedTuple):
     stage: int
     dtype: str
     universal: bool = False
-    kind: str = "data"  # or "pipe", "slices", "moepipe": of two; "moe"; "autoep", "folded": beside two slices
+    kind: str = "data"  # or "muon"; "pipe", "slices", "moepipe": of two; "moe"; "autoep", "folded": beside two slices
     ep: int = 1
 
     @property
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        return self.world if self.kind in ("data", "moe", "autoep") else self.world // 2
+        return self.world if self.kind in ("data", "muon", "moe", "autoep") else self.world // 2
 
 
 CASES = [
@@ -63,6 +63,8 @@ CASES = [
     Case(2, 1, "fp32", True),
     Case(4, 2, "fp32", True),
     Case(2, 3, "bf16", True),
+    Case(2, 1, "fp32", kind="muon"),
+    Case(2, 3, "fp32", kind="muon"),
     Case(2, 1, "bf16", kind="pipe"),
     Case(4, 1, "fp32", kind="pipe"),
     Case(4, 1, "fp32", True, "pipe"),
@@ -91,6 +93,9 @@ SPECS = [  # AutoTP's
     {"patterns": [r".*\.(down|out)\.weight$"], "partition_type": "row"},
     {"patterns": [r".*\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1], "partition_dim": 0},
 ]
+
+
+MUON = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}}
 
 
 class Model(nn.Module):
@@ -246,7 +251,7 @@ def model(kind: str = "data", pipe: Any = None, num_stages: int = 1, moe: Any = 
         dense = pipe.LayerSpec(nn.Linear, 6, 6), pipe.LayerSpec(nn.Linear, 6, 13)
         layers = [pipe.LayerSpec(nn.Embedding, 13, 6), dense[0], *sizes, dense[1]]
         return pipe.PipelineModule(layers, num_stages=num_stages, loss_fn=pipeline_loss, partition_method="uniform")
-    if kind == "data":
+    if kind in ("data", "muon"):
         return Model()
     if kind == "slices":
         return Sliced()
@@ -300,7 +305,10 @@ def train(case: Case, folder: Path) -> None:
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # refused on CPUs, although they support it
 
     settings = config(case, case.replicas, case.stage)
-    if case.stage == 3:
+    if case.kind == "muon":
+        settings |= {"optimizer": MUON, "gradient_clipping": 0.0}
+        settings["zero_optimization"]["reduce_scatter"] = False  # refused at stage 3
+    elif case.stage == 3:
         settings["zero_optimization"] |= {"sub_group_size": 60, "stage3_param_persistence_threshold": 0}
     if case.kind != "data":
         deepspeed.init_distributed("gloo")
@@ -323,8 +331,9 @@ def train(case: Case, folder: Path) -> None:
         # fails with transformers 5.23, and is for outputs that are not asked for
         deepspeed.module_inject.auto_ep.AutoEP._retarget_transformers_output_recorders = lambda *_: None
     module = model(case.kind, deepspeed.pipe, 2, deepspeed.moe.layer.MoE, case.ep)
-    # AutoEP sorts the experts' parameters of one group of the caller's alone
-    params = [param for param in module.parameters() if param.requires_grad] if case.is_autoep else groups(module)
+    # AutoEP and Muon sort the parameters of one group of the caller's alone
+    is_one = case.is_autoep or case.kind == "muon"
+    params = [param for param in module.parameters() if param.requires_grad] if is_one else groups(module)
     engine = deepspeed.initialize(model=module, model_parameters=params, config=settings)[0]
     losses = []
     for step in range(STEPS + MORE):

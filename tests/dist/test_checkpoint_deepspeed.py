@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import slipstream
-from slipstream.checkpoint import CheckpointError, deepspeed, load_metadata, pickled
+from slipstream.checkpoint import CheckpointError, convert, deepspeed, load_metadata, pickled
 from slipstream.checkpoint.deepspeed_parts import Cuts
 from slipstream.checkpoint.flat_slice import whole_box
 from slipstream.compat.moe import MoE, split_params_into_different_moe_groups_for_optimizer
@@ -76,6 +76,24 @@ def test_training_continues_as_in_deepspeed(world_size: int, folder: Path) -> No
         expected = json.loads((folder / case.name / "losses.json").read_text())
         assert results == pytest.approx(expected, rel=CLOSE[case.dtype]), f"{case} at stage {stage}"
         engine.destroy()
+
+
+@distributed(world_size=1)
+def test_muons_momentum_of_whole_parameters(folder: Path, tmp_path: Path) -> None:
+    """As ZeRO 1 and 2 keep it; at stage 3, ranks have parts of it. Also in a universal checkpoint."""
+    states: list[dict[str, Any]] = []
+    for case in (case for case in ds.CASES if case.kind == "muon"):
+        engine = slipstream.initialize(model=ds.model(), config=ds.config(case, 1, case.stage) | {"optimizer": ds.MUON})[0]
+        names = [name for name, param in engine.module.named_parameters() if param.requires_grad]
+        engine.load_checkpoint(str(folder / case.name))
+        states.append({name: engine.optimizer_state(name) for name in names})
+        engine.save_checkpoint(str(tmp_path), case.name)
+        convert(tmp_path / case.name, tmp_path, "deepspeed", name=f"{case.name}_universal")
+        engine.load_checkpoint(str(tmp_path), f"{case.name}_universal")
+        torch.testing.assert_close({name: engine.optimizer_state(name) for name in names}, states[-1], rtol=0, atol=0)
+        engine.destroy()
+    assert "momentum_buffer" in states[0]["up.weight"] and "exp_avg" in states[0]["norm.weight"]
+    torch.testing.assert_close(*states)
 
 
 def build_parts(case: ds.Case, stage: int, mesh: dict[str, int]) -> Any:

@@ -56,6 +56,7 @@ _CLASSES = {
     frozenset({"exp_avg", "exp_avg_sq"}): ["AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb", "NAdam", "RAdam"],
     frozenset({"exp_avg"}): ["Lion", "FusedLion", "DeepSpeedCPULion"],
     frozenset({"momentum_buffer"}): ["SGD", "Muon"],
+    frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"}): ["Muon"],
     frozenset({"sum"}): ["Adagrad", "DeepSpeedCPUAdagrad"],
 }
 
@@ -182,13 +183,15 @@ class _Import:
             self._values(base["param_groups"], state)
             for index, master in enumerate(masters):
                 param_state = base["state"].get(index, {})
-                spans = _stage_3(part, state, index, rank, world) if is_stage_3 else self._stage_1(part, state, index)
+                spans = list(_stage_3(part, state, index, rank, world) if is_stage_3 else self._stage_1(part, state, index))
+                wholes = _wholes(part, param_state, [name for name, _, _ in spans])
                 for name, first, numel in spans:
                     slot = self._slot(name, part, rank, world)
                     if slot is not None:
                         start = num_read.get(slot, 0)
                         num_read[slot] = start + numel
-                        self._parameter(slot, start, master, param_state, base["param_groups"], first, numel)
+                        at = wholes[name] + start if wholes else first
+                        self._parameter(slot, start, master, param_state, base["param_groups"], first, numel, at)
 
     def _slot(self, name: str, part: DeepSpeedPart, rank: int, world: int) -> ExpertSlot | None:
         """A trained parameter of a part, and its place in the whole; None if another part supplies it."""
@@ -218,15 +221,17 @@ class _Import:
         groups: list[dict[str, Any]],
         first: int,
         numel: int,
+        at: int | None = None,
     ) -> None:
-        """Add elements [first, first + numel) of a parameter and of its states; they begin at `start` in the slot."""
+        """Add elements [first, first + numel) of a parameter, and of its states those from `at` on (None: as the parameter's); they
+        begin at `start` in the slot."""
         name, place = slot
         if master is not None:
             self._add(f"model.{name}", place, master, start, first, numel)
         scalars = self.steps.setdefault(name, {})
         for key, value in state.items():
             if isinstance(value, Stored) and value.shape:
-                self._add(f"optim.{key}.{name}", place, value, start, first, numel)
+                self._add(f"optim.{key}.{name}", place, value, start, first if at is None else at, numel)
             elif key not in scalars:
                 scalars[key] = value
         if state and "step" not in scalars and "step" in groups[0]:  # DeepSpeed's Adam keeps the step in the group
@@ -374,12 +379,8 @@ class _Import:
 
     def _shared(self) -> dict[str, Any]:
         model = self.model
-        kinds: dict[str, set[str]] = {}
-        for name in self.shapes:
-            if name.startswith("optim."):
-                _, kind, param = name.split(".", 2)
-                kinds.setdefault(param, set()).add(kind)
-        states = max(kinds.values(), key=len, default=set())
+        states = [name.split(".", 2)[1:] for name in self.shapes if name.startswith("optim.")]  # (state, parameter)
+        with_states = {param for _, param in states}
         scaler = self.scaler or {}
         clean = int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1
         values = {
@@ -398,9 +399,9 @@ class _Import:
             "data": None,
             "model_config": None,
             "optimizer": {
-                "classes": _CLASSES.get(frozenset(states)),
+                "classes": _CLASSES.get(frozenset(kind for kind, _ in states)),
                 "groups": self.groups,
-                "params": {name: scalars for name, scalars in self.steps.items() if scalars or name in kinds},
+                "params": {name: scalars for name, scalars in self.steps.items() if scalars or name in with_states},
             },
         }
         return {key: self._skeleton(value, key) for key, value in values.items()} | {"client": self._client()}
@@ -439,6 +440,14 @@ class _Import:
         if isinstance(value, Record):
             return self._skeleton({key: item for key, item in vars(value).items() if key != "args"}, path)
         return encode(value, path, "$shared")[0]
+
+
+def _wholes(part: DeepSpeedPart, state: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
+    """Where each parameter begins in a state of whole parameters, as ZeRO 1 and 2 keep the momentum of all parameters that a rank
+    has a part of, for Muon. Empty if there is none."""
+    *begins, end = itertools.accumulate((math.prod(part.trained[name]) for name in names), initial=0)
+    momentum = state.get("momentum_buffer")
+    return dict(zip(names, begins, strict=True)) if isinstance(momentum, Stored) and momentum.numel == end else {}
 
 
 def _stage_3(part: DeepSpeedPart, state: Mapping[str, Any], index: int, rank: int, world: int) -> Iterator[tuple[str, int, int]]:
