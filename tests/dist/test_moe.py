@@ -1122,7 +1122,7 @@ def placed(kind: str, ep: int = 2, **router: Any) -> Any:
 
 ROUTER = {"top_k": 1, "route_norm": False, "route_scale": 1.5, "num_expert_groups": 2, "num_limited_groups": 2}
 OTHER = {"top_k": 3, "route_norm": True, "routed_scaling_factor": 0.5, "num_expert_groups": 1, "num_limited_groups": 1}
-FIXED = {"score_func": "sigmoid", "score_apply": "post", "expert_activation": "silu"}
+FIXED = {"score_func": "sigmoid", "score_apply": "post", "expert_activation": "swiglu"}
 
 
 @distributed(world_size=2)
@@ -1144,6 +1144,8 @@ def test_router_settings_of_the_config(router: dict[str, Any]) -> None:
     engine.destroy()
     alike = {"top_k": 2, "route_norm": True, "route_scale": 1.0, "score_func": "softmax", "num_expert_groups": 1}
     placed("Mixtral", **alike).destroy()  # what the model does anyway
+    for kind, activation in (("Mixtral", "silu"), ("GptOss", "swiglu_oai")):
+        placed(kind, expert_activation=activation).destroy()
     torch.manual_seed(0)
     ours = make(Balanced(None), 1, expert_parallel={"enabled": True, "autoep_size": 2, "top_k": 3, "load_balance_coeff": 0.5})
     x = torch.randn(8, 8)
@@ -1158,7 +1160,8 @@ REFUSED = [
     ("Mixtral", {"route_norm": False}, "route_norm is False, and the router of this model has True"),
     ("Mixtral", {"num_expert_groups": 2}, "num_expert_groups is 2"),
     ("Mixtral", {"score_apply": "pre"}, "score_apply is 'pre', and the router of this model has 'post'"),
-    ("Mixtral", {"expert_activation": "gelu"}, "expert_activation is 'gelu', and the router of this model has 'silu'"),
+    ("Mixtral", {"expert_activation": "gelu"}, "expert_activation is 'gelu', and the router of this model has 'swiglu'"),
+    ("GptOss", {"expert_activation": "swiglu"}, "expert_activation is 'swiglu', and the router of this model has 'swiglu_oai'"),
     ("Mixtral", {"load_balance_coeff": 0.01}, "moves a bias on the choice of experts, and this router has none"),
     ("Olmoe", {"top_k": 5}, r"with expert_parallel\.top_k 5: k \(5\) must lie in 1 to num_experts \(4\)"),
     ("DeepseekV3", {"num_expert_groups": 3}, "num_groups must divide"),

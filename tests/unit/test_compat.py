@@ -777,7 +777,8 @@ def test_what_the_caller_gave(deepspeed: Any, caplog: pytest.LogCaptureFixture) 
         engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=settings, dist_init_required=False)
         assert engine.optimizer_name() == name and engine.mpu is engine.client_lr_scheduler is engine.seq_parallel_group is None
         assert engine.basic_optimizer is (own or engine.optimizer.optimizer) and engine.sequence_parallel_size == 1
-        assert engine.optimizer.dp_process_group is engine.data_parallel_group and not engine.has_moe_layers
+        assert engine.optimizer.dp_process_group is engine.data_parallel_group
+        assert not engine.has_moe_layers and engine.num_experts == []
         engine.has_moe_layers = True  # GPT-NeoX, for layers that DeepSpeed does not know
         assert engine.has_moe_layers
         engine.destroy()

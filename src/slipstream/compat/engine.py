@@ -26,7 +26,7 @@ from slipstream.checkpoint.save import agree_on_tag
 from slipstream.compat import groups, held, zero
 from slipstream.compat.comm import comms_logger, configured
 from slipstream.compat.handles import carries_scale, serve_optimizer
-from slipstream.compat.moe import has_moe_layers
+from slipstream.compat.moe import experts_of_layers
 from slipstream.compat.monitors import MonitorMaster
 from slipstream.compat.names import CONFIG_GETTERS, CONFIG_METHODS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
@@ -79,6 +79,7 @@ class DeepSpeedEngine(Engine):
     client_lr_scheduler: Any
     client_mpu: Any
     basic_optimizer: Any  # torch's
+    num_experts: list[int]  # of each layer of experts
     has_moe_layers: bool
     lines: StepLines
     coalesces = False  # inside coalesce_grad_reduction()
@@ -87,7 +88,8 @@ class DeepSpeedEngine(Engine):
     def _begin(self, config: Any, optimizer: Any, mpu: Any, lr_scheduler: Any) -> None:
         self.config, self.client_optimizer, self.client_mpu, self.client_lr_scheduler = config, optimizer, mpu, lr_scheduler
         self.basic_optimizer = self.optimizer and self.optimizer.optimizer
-        self.has_moe_layers = has_moe_layers(self.module)[0]
+        self.num_experts = experts_of_layers(self.module)
+        self.has_moe_layers = bool(self.num_experts)
         self.lines = StepLines(self)
 
     @cached_property

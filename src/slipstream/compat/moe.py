@@ -166,10 +166,15 @@ class MoE(nn.Module):
         return output, loss, self.deepspeed_moe.exp_counts
 
 
+def experts_of_layers(model: nn.Module) -> list[int]:
+    """The number of experts of each layer of experts."""
+    layers = (layer for layer in cast(Any, model.modules()) if isinstance(layer, Experts | ListedExperts) or is_foreign(layer))
+    return [layer.num_experts for layer in layers]
+
+
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether a model has an expert layer, and the number of experts of the first one."""
-    layers = (layer for layer in cast(Any, m.modules()) if isinstance(layer, Experts | ListedExperts) or is_foreign(layer))
-    numbers: list[int] = [layer.num_experts for layer in layers]
+    numbers = experts_of_layers(m)
     return bool(numbers), numbers[0] if numbers else 0
 
 

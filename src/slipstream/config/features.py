@@ -115,7 +115,7 @@ class ExpertParallel(Block):
     has_shared_experts: bool | None = no_effect(None, _BY_MODEL)
     shared_experts_pattern: str | None = no_effect(None, _BY_MODEL)
     shared_experts_gate_pattern: str | None = no_effect(None, _BY_MODEL)
-    expert_activation: str | None = honored(None, f"The experts' activation function. {_FIXED}")
+    expert_activation: str | None = honored(None, f"`swiglu`, `geglu_tanh`, `swiglu_clamped`, `swiglu_oai`. {_FIXED}")
 
 
 class Pipeline(Block):

@@ -30,9 +30,11 @@ _SETTINGS: Mapping[str, _Setting] = {
     "num_expert_groups": _Setting("num_groups", ("num_group", "n_group"), "n_group", 1),
     "num_limited_groups": _Setting("top_groups", ("topk_group",), "topk_group", 1),
     "score_func": _Setting("score", (), "scoring_func"),
-    "expert_activation": _Setting("", (), "hidden_act"),
+    "expert_activation": _Setting("", (), ""),
     "score_apply": _Setting("", (), "", "post"),
 }
+# activation of the gate, in transformers -> of the product, in DeepSpeed
+_GATED: Mapping[Any, str] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}
 _NORMALIZED = {"Mixtral": True, "GptOss": True, "DeepseekV2": False}  # routers without norm_topk_prob
 _BIAS = "e_score_correction_bias"  # attribute of routers like DeepSeek-V3's, which score by a sigmoid
 
@@ -78,7 +80,8 @@ def set_routers(model: nn.Module, layers: Iterable[tuple[str, Any]], plan: Exper
 
 
 def _values(plan: ExpertPlan) -> dict[str, Any]:
-    return {name: value for name in _SETTINGS if (value := getattr(plan, name)) is not None}
+    values = {name: value for name in _SETTINGS if (value := getattr(plan, name)) is not None}
+    return {name: _GATED.get(value, value) if name == "expert_activation" else value for name, value in values.items()}
 
 
 def keys_of_routers(plan: ExpertPlan) -> str:
@@ -110,7 +113,7 @@ def _set_theirs(name: str, layer: nn.Module, experts: Any, values: Mapping[str, 
             holders = []  # the router ignores groups
         for part, attribute in holders:
             setattr(part, attribute, value)
-        if not holders and value != (fixed := _fixed(key, parts, config)):
+        if not holders and value != (fixed := _fixed(key, parts, experts, config)):
             raise _refused(name, key, value, fixed)
     limits = {key: _value(_SETTINGS[key], parts) for key in ("top_k", "num_expert_groups", "num_limited_groups")}
     _check(name, values, experts.num_experts, *(1 if limit is None else limit for limit in limits.values()))
@@ -128,7 +131,7 @@ def _value(setting: _Setting, parts: Iterable[nn.Module]) -> Any:
     return next((vars(part)[attribute] for part in parts for attribute in setting.theirs if attribute in vars(part)), None)
 
 
-def _fixed(key: str, parts: Iterable[nn.Module], config: Any) -> Any:
+def _fixed(key: str, parts: Iterable[nn.Module], experts: Any, config: Any) -> Any:
     """The fixed value of a router without the setting; None: unknown."""
     if key == "score_func":
         return "sigmoid" if any(hasattr(part, _BIAS) for part in parts) else "softmax"
@@ -136,7 +139,9 @@ def _fixed(key: str, parts: Iterable[nn.Module], config: Any) -> Any:
         kinds = [type(part).__name__ for part in parts]
         return next((value for kind, value in _NORMALIZED.items() if any(each.startswith(kind) for each in kinds)), None)
     if key == "expert_activation":
-        return getattr(config, "hidden_act", None)
+        limited, scaled = (any(word in name for name in vars(experts)) for word in ("limit", "alpha"))  # as in GPT-OSS, DeepSeek V4
+        activation = getattr(config, "hidden_act", None)
+        return ("swiglu_oai" if scaled else "swiglu_clamped") if limited else _GATED.get(activation, activation)
     return _SETTINGS[key].fixed
 
 
