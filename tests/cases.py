@@ -1,7 +1,7 @@
 """The combinations that a test runs: all in `make test-all`, and a part of them in `make test`.
 
 Tests in tests/parity check that the stages are bit-identical, so a scenario runs on one transport (`alternate`) and on the stages
-that are its: stage 3, which moves weights, on both, and one other each.
+that are its: stage 3, which moves weights, on both, and one other each. Scenarios of one test may take turns on these (`by_turns`).
 """
 
 import itertools
@@ -43,6 +43,17 @@ def pairs(*factors: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     return chosen
 
 
+def by_turns(values: tuple[Any, ...], turn: int) -> tuple[Any, ...]:
+    """One of the values: scenarios take turns on them."""
+    return values if EVERYTHING else (values[turn % len(values)],)
+
+
+def every_other(*factors: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Half of the rows with one value per factor, like one color of a chessboard: each value meets half of those of the others."""
+    rows = itertools.product(*map(enumerate, factors))
+    return [tuple(value for _, value in row) for row in rows if EVERYTHING or sum(i for i, _ in row) % 2 == 0]
+
+
 def _met(row: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
     return set(itertools.combinations(enumerate(row), 2))
 
@@ -50,7 +61,8 @@ def _met(row: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
 def alternate(items: list[pytest.Item]) -> None:
     """Mark as slow every second transport of the scenarios that run on both: they take turns, and `make test-all` runs all.
 
-    The first turn follows from the name of a test. Contracts keep both. So do several scenarios with numbers of ranks.
+    The first turn follows from the name of a test. Two of three turns are on shared memory, as gloo costs twice the processor time.
+    Contracts keep both. So do several scenarios with numbers of ranks.
     """
     if EVERYTHING or ON_GPU:  # a GPU's run leaves out the scenarios in shared memory itself
         return
@@ -64,7 +76,7 @@ def alternate(items: list[pytest.Item]) -> None:
     for name, scenarios in _scenarios(items, "transport").items():
         for turn, of_scenario in enumerate(scenarios.values(), zlib.crc32(name.encode())):
             if of_scenario.keys() == _STAGES.keys():
-                for item in of_scenario[tuple(_STAGES)[turn % 2]]:
+                for item in of_scenario["gloo" if turn % 3 else "shared"]:
                     item.add_marker(pytest.mark.slow)
 
 

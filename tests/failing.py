@@ -489,6 +489,18 @@ def with_workers(stage: int, transport: str, how: str) -> None:
         note(sum=int(toy.checksum(engine)))
 
 
+def last_transfer() -> None:
+    """End the script with a transfer."""
+    import torch
+    import torch.distributed as dist
+
+    import slipstream
+
+    sys.setswitchinterval(100.0)  # the script keeps the interpreter, as a short one does
+    slipstream.init_distributed()
+    dist.group.WORLD.allreduce_coalesced([torch.zeros(1) for _ in range(1000)]).wait()  # type: ignore[union-attr]
+
+
 def leave(stage: int, transport: str, how: str) -> None:
     """End the script without engine.destroy()."""
     import threading

@@ -73,6 +73,7 @@ def serve(fd: int) -> None:
     faulthandler.enable()
     _die_with_parent()
     os.chdir(ROOT)  # pytest's current folder may be deleted with its test
+    gc.disable()
     for name in PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):  # of transformers, where it is not installed
             importlib.import_module(name)
@@ -80,6 +81,7 @@ def serve(fd: int) -> None:
     assert threading.active_count() == 1, f"a fork keeps one thread, but the template's imports started {threading.enumerate()}"
     gc.collect()
     gc.freeze()
+    gc.enable()
     requests = socket.socket(fileno=fd)
     requests.sendall(READY)
     while True:

@@ -290,6 +290,12 @@ def test_the_interpreter_exits_cleanly_without_destroy(nursery: Nursery, transpo
         assert not record["alive"] and record["mappings"] == [] and "slipstream-watch" not in record["threads"]
 
 
+def test_a_script_whose_last_line_is_a_transfer_ends_well(nursery: Nursery) -> None:
+    nursery.start("transfer", "last_transfer", world=4)
+    outcome = nursery.end()["transfer"]
+    assert outcome.codes == [0] * 4, story(outcome)
+
+
 # ---- processes that serve a model
 
 NATIVE = pytest.mark.skipif(build.load().kernels is None, reason="no native kernels")

@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 import slipstream
 from tests import cases, toy
 from tests.pool import distributed
-from tests.ranks import SpawnRanks
 
 STAGES = cases.STAGES
 
@@ -540,24 +539,3 @@ def test_schedules_tick_on_applied_steps() -> None:
         toy.step(engine, toy.tokens(engine.rank, 0))
         assert toy.checksum(engine) == before, "a rate of zero is used"
         engine.destroy()
-
-
-# ---- the end of a script
-
-LAST_TRANSFER = """
-import sys
-
-import torch
-import torch.distributed as dist
-
-import slipstream
-
-sys.setswitchinterval(100.0)  # the script keeps the interpreter, as a short one does
-slipstream.init_distributed()
-dist.group.WORLD.allreduce_coalesced([torch.zeros(1) for _ in range(1000)]).wait()
-"""
-
-
-def test_a_script_whose_last_line_is_a_transfer_ends_well(spawn_ranks: SpawnRanks) -> None:
-    ranks = spawn_ranks(LAST_TRANSFER, 4)
-    assert ranks.wait(timeout=120) == [0, 0, 0, 0], [ranks.stderr(rank) for rank in range(4)]

@@ -171,7 +171,7 @@ def train(configs: Sequence[Config]) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("first", [0, 6])
+@pytest.mark.parametrize("first", [0, pytest.param(6, marks=pytest.mark.slow)])
 def test_some_rows_train(first: int) -> None:
     """A row has a pair of each two axes."""
     table = Table()

@@ -43,5 +43,5 @@ def test_orders_of_pipelines_give_the_bits_of_the_plain_order(transport: str, dt
         for poison in (False, True) if (dtype, stage) == ("fp32", 3) else (False,):
             blocks = {"dtype": dtype, "slipstream": {"poison_released": poison}}
             expected = train("plain", stage, transport, **blocks)
-            for order in list(ORDERS)[1:]:
+            for order in list(ORDERS)[1:] if cases.EVERYTHING or poison else list(ORDERS)[1 + stage % 2 :: 2]:
                 assert train(order, stage, transport, **blocks) == expected, (stage, order, poison)

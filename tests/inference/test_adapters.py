@@ -22,6 +22,7 @@ from slipstream.inference.weights import mapped
 from slipstream.launch.cli import build_parser
 from slipstream.ops import build, cpu
 from slipstream.ops.matrices import dequantize
+from tests.cases import every_other
 from tests.inference import test_families, test_models
 from tests.inference.test_native import Requests, weights_of
 from tests.inference.twins import SIZES, check_against_generate, tiny
@@ -118,8 +119,9 @@ def merged_with(matrix: Any, term: adapters.LowRank | None) -> torch.Tensor:
     return weight if term is None else weight + term.scale * term.b @ term.a
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512bf16"])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("isa", "kind"), every_other(("portable", "avx2", "avx512", "avx512bf16"), ("float32", "bfloat16", "int8", "int4"))
+)
 def test_bits_do_not_depend_on_others(isa: str, kind: str, tmp_path: Path) -> None:
     """Alone, and in a batch of prompts and single tokens with three adapters, of other ranks and places, and none. Beside the same
     base, merged in fp32, logits are off by what 8 and 16 bits are, which is little beside what an adapter changes."""

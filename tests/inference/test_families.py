@@ -13,6 +13,7 @@ from slipstream.inference.models import MisfitError, from_hf, from_state
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.weights import leaves, quantize
 from slipstream.ops import build, cpu
+from tests.cases import every_other
 from tests.inference.test_native import Requests, logits_of, native_of
 from tests.inference.twins import PROMPTS, SIZES, VOCAB, check_against_generate, decoder_of, tiny
 
@@ -156,8 +157,10 @@ def test_the_torch_twin(case: str) -> None:
 
 
 @native
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("case", ["deepseek-v2-groups", "opt-350m", "phi-norms", "stablelm-norms", "cohere-norms"])
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    every_other(("deepseek-v2-groups", "opt-350m", "phi-norms", "stablelm-norms", "cohere-norms"), ("bfloat16", "int8", "int4")),
+)
 def test_every_weight_type(case: str, kind: str) -> None:
     """As the torch twin with the same weights, the same bits in every batch, and with every weight put anew."""
     model = model_of(case)

@@ -25,6 +25,7 @@ from slipstream.moe import MoE
 from slipstream.ops import products
 from slipstream.ops.matrices import dequantize, to_int4, to_int8
 from slipstream.quantized import PackedLinear, PackedMatrix
+from tests.cases import every_other
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, check_against_generate, tiny
 
 ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -181,8 +182,7 @@ def nbytes_of(model: Any) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("case", ["gpt2", "opt", "phi", "falcon", "bloom", "gptj"])
+@pytest.mark.parametrize(("case", "kind"), every_other(("gpt2", "opt", "phi", "falcon", "bloom", "gptj"), ("int8", "int4")))
 def test_quantized_as_its_twin(case: str, kind: str, float_inputs: None) -> None:
     family, sizes, fused = CASES[case]
     model = tiny(family, **sizes)

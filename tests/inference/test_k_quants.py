@@ -32,6 +32,7 @@ from slipstream.ops.matrices import (
     unpack_codes,
 )
 from tests import tiny_chat
+from tests.cases import every_other
 from tests.inference import test_native
 from tests.inference.test_load import write_gguf
 from tests.inference.test_native import in_groups, logits_of, weights_of
@@ -153,8 +154,9 @@ def test_the_same_bits_in_every_batch(bits: int, monkeypatch: pytest.MonkeyPatch
 
 
 @native
-@pytest.mark.parametrize("form", ["int8", "q8_0", "int4", "q4_0", "k4", "k5", "k6"])
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512bf16"])
+@pytest.mark.parametrize(
+    ("isa", "form"), every_other(("portable", "avx2", "avx512bf16"), ("int8", "q8_0", "int4", "q4_0", "k4", "k5", "k6"))
+)
 def test_an_embedding_in_codes(isa: str, form: str) -> None:
     """To the bit as its numbers in fp32, with a head of its own and as the head's columns."""
     config, weights = weights_of("float32", **WIDE, tie_word_embeddings=True)

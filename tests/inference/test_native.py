@@ -21,6 +21,7 @@ from slipstream.inference.on_disk import ExpertStore
 from slipstream.inference.weights import DecoderWeights, leaves, put, quantize
 from slipstream.ops import build, cpu
 from slipstream.ops.matrices import Int8, to_int4, to_int8, unpack
+from tests.cases import every_other
 from tests.inference.test_models import CASES, model_of
 from tests.inference.twins import SIZES, VOCAB, check_against_generate, tiny
 
@@ -177,9 +178,11 @@ def check_against_avx2(isa: str, kind: str, family: str) -> None:
             assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2Moe"])
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("isa", ["avx512", "avx512vnni", "avx512bf16"])
+WIDER = ("avx512", "avx512vnni", "avx512bf16")
+KINDS = ("float32", "float16", "bfloat16", "int8", "int4")
+
+
+@pytest.mark.parametrize(("isa", "kind", "family"), every_other(WIDER, KINDS, ("Llama", "Qwen2Moe")))
 def test_wider_registers_change_no_bits(isa: str, kind: str, family: str) -> None:
     """On a machine that has them; test_native_avx512.py is for the others."""
     used = cpu.isa()
@@ -191,18 +194,17 @@ def test_wider_registers_change_no_bits(isa: str, kind: str, family: str) -> Non
         assert cpu.use_isa(used)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("kind", "cache"),
-    [
-        ("float32", torch.float32),
-        ("bfloat16", torch.bfloat16),
-        ("float16", torch.bfloat16),
-        ("int8", torch.bfloat16),
-        ("int4", torch.float32),
-        ("q8_0", torch.bfloat16),
-    ],
+CACHES = (
+    ("float32", torch.float32),
+    ("bfloat16", torch.bfloat16),
+    ("float16", torch.bfloat16),
+    ("int8", torch.bfloat16),
+    ("int4", torch.float32),
+    ("q8_0", torch.bfloat16),
 )
+
+
+@pytest.mark.parametrize(("kind", "cache", "family"), [(*cache, family) for cache, family in every_other(CACHES, tuple(FAMILIES))])
 def test_the_same_bits_in_every_batch(kind: str, cache: torch.dtype, family: str) -> None:
     """Alone, in a batch of 16, with random splits of the prompt, from cached prefixes, on 1 and 3 threads."""
     config, weights = weights_of(kind, family, **FAMILIES[family])
@@ -240,8 +242,7 @@ LONG: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512bf16"])
-@pytest.mark.parametrize("case", LONG)
+@pytest.mark.parametrize(("case", "isa"), every_other(tuple(LONG), ("portable", "avx2", "avx512", "avx512bf16")))
 def test_ranges_of_a_long_context_change_no_bits(case: str, isa: str) -> None:
     """600 positions are three ranges, which one thread sums, or several do: as in plain torch, and the same bits in any chunks,
     beside other requests and on 1, 2 and 3 threads."""

@@ -18,6 +18,7 @@ from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.engine import Engine
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.sampler import LogitsRow, Sampler
+from tests.cases import every_other
 from tests.inference.test_adapters import llama, projections, write
 from tests.inference.test_native import FAMILIES, LONG, pytestmark, weights_of
 from tests.unit.test_inference_engine import Answer
@@ -76,8 +77,7 @@ def check(one: Side, other: Side, plan: tuple[int, ...]) -> None:
     other.runner.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(("kind", "family"), every_other(("float32", "bfloat16", "int8", "int4"), tuple(FAMILIES)))
 def test_as_single_steps(kind: str, family: str) -> None:
     """Over the ends of blocks, on 1 and 3 threads, greedy and drawn."""
     config, weights = weights_of(kind, family, **FAMILIES[family])
