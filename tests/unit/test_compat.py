@@ -380,13 +380,20 @@ class Epochs(Samples):
     """One of epochs, as timm's, which would take the number of samples for an epoch."""
 
     def step(self, epoch: int, metric: float | None = None) -> None:
-        raise NotImplementedError
+        self.num_steps = epoch
 
 
 @pytest.mark.usefixtures("group")
-def test_a_schedule_of_epochs_is_refused(deepspeed: Any) -> None:
-    with pytest.raises(ValueError, match=r"Epochs, whose step\(\) needs epoch, which the engine cannot pass"):
-        deepspeed.initialize(model=toy.seeded(toy.Lm), lr_scheduler=Epochs, config=toy.settings(0))
+def test_a_schedule_of_epochs_needs_them_at_each_step(deepspeed: Any) -> None:
+    """Without them, nothing is updated. Slipstream's own engine, which cannot pass them, refuses the schedule at once."""
+    with pytest.raises(ValueError, match=r"Epochs, whose step\(\) needs epoch, which the engine cannot pass: build it"):
+        initialize(model=toy.seeded(toy.Lm), lr_scheduler=Epochs, config=toy.settings(0))
+    engine, _, _, schedule = deepspeed.initialize(model=toy.seeded(toy.Lm), lr_scheduler=Epochs, config=toy.settings(0))
+    engine.backward(engine(toy.tokens(0, 0)))
+    with pytest.raises(ValueError, match=r"Epochs, whose step\(\) needs epoch, which engine.step\(\) did not get: pass"):
+        engine.step()
+    engine.step(lr_kwargs={"epoch": 3})
+    assert (schedule.num_steps, engine.global_steps) == (3, 1)
 
 
 @pytest.mark.usefixtures("group")

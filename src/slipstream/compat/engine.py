@@ -43,6 +43,7 @@ from slipstream.train.engine import Engine
 from slipstream.train.initialize import read_together
 from slipstream.train.loaders import build_loader
 from slipstream.train.random_ltd import RandomLTDScheduler, token_drop_of
+from slipstream.train.schedules import arguments_at_step, check_step
 from slipstream.train.window import UnusedParameterError
 from slipstream.world.join import local_rank
 from slipstream.zero.leaves import rows_of
@@ -109,7 +110,8 @@ class DeepSpeedEngine(Engine):
         return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas, **kwargs)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """`lr_kwargs`: arguments of the schedule's `step()`, if this step updates the weights. Raises ValueError for others."""
+        """`lr_kwargs`: arguments of the schedule's `step()`, if this step updates the weights. Raises ValueError for others, or if
+        some are missing."""
         self.lr_kwargs = lr_kwargs or {}
         if self.lr_kwargs and self.lr_scheduler is not None:
             try:
@@ -117,6 +119,8 @@ class DeepSpeedEngine(Engine):
             except TypeError as error:
                 kind = type(self.lr_scheduler).__name__
                 raise ValueError(f"engine.step(lr_kwargs={dict(self.lr_kwargs)}): {kind}.step(): {error}") from None
+        elif self.lr_scheduler is not None and self.at_boundary:
+            check_step(self.lr_scheduler, "which engine.step() did not get: pass them as lr_kwargs=, or")
         assert not self.coalesces, "engine.step() inside coalesce_grad_reduction(), which implies no_sync(): step after it"
         before = self.global_steps
         with _asserting(UnusedParameterError):
@@ -544,7 +548,7 @@ def initialize(
         given["lr_scheduler"] = lr_scheduler = None
     zero.take_over(model)
     try:
-        with held.held_values(model):
+        with held.held_values(model), arguments_at_step():
             engine, handle, loader, scheduler = slipstream.initialize(config=used, **given)
     except arguments.ConfigError as error:
         raise loaded.refusal(error) from None

@@ -20,7 +20,9 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.data.batching import required_arguments
+from slipstream.data.batching import VariableBatchSizeLR, required_arguments
 from slipstream.optim.resolve import check_arguments, nearest
 
 log = logging.getLogger(__name__)
@@ -359,16 +361,26 @@ def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -
     return cls(optimizer, **params)
 
 
+_AT_STEP: ContextVar[bool] = ContextVar("whether engine.step() checks what the schedule needs", default=False)
+
+
+@contextmanager
+def arguments_at_step() -> Iterator[None]:
+    """Inside, a scheduler's `step()` may need any arguments: DeepSpeed's `engine.step(lr_kwargs=)` can pass them."""
+    token = _AT_STEP.set(True)
+    try:
+        yield
+    finally:
+        _AT_STEP.reset(token)
+
+
 def check_scheduler(scheduler: Any, optimizer: Any) -> Any:
     """Return the scheduler; raise ValueError unless `advance` can step it and it sets this optimizer's rates."""
     name = type(scheduler).__name__
     if not callable(getattr(scheduler, "step", None)):
         raise ValueError(f"lr_scheduler= is a {name}, which has no step(); pass a scheduler, or a callable that builds one")
-    needed = required_arguments(scheduler)
-    if needed not in ([], ["increment"]):  # Megatron's counts samples by that name; others want an epoch or a metric
-        raise ValueError(
-            f"lr_scheduler= is a {name}, whose step() needs {', '.join(needed)}, which the engine cannot pass: {_STEP_YOURSELF}"
-        )
+    if not _AT_STEP.get():
+        check_step(scheduler, "which the engine cannot pass:")
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
     if groups and not any(group is own for group in groups for own in optimizer.param_groups):  # optimizers can share groups
         raise ValueError(
@@ -376,6 +388,16 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> Any:
             f"engine's learning rates: pass that optimizer as optimizer=, or as lr_scheduler= a callable, which gets the engine's"
         )
     return scheduler
+
+
+def check_step(scheduler: Any, why: str) -> None:
+    """Raise ValueError unless `advance` can step the scheduler; `why`: the error's clause about the arguments that it needs."""
+    if isinstance(scheduler, VariableBatchSizeLR) and scheduler.base_lr_scheduler is not None:
+        scheduler = scheduler.base_lr_scheduler
+    needed = required_arguments(scheduler)
+    if needed not in ([], ["increment"]):  # Megatron's counts samples by that name; others want an epoch or a metric
+        name = type(scheduler).__name__
+        raise ValueError(f"lr_scheduler= is a {name}, whose step() needs {', '.join(needed)}, {why} {_STEP_YOURSELF}")
 
 
 def advance(scheduler: Any, samples: int) -> None:
