@@ -119,9 +119,9 @@ def test_what_deepspeed_has_dropped_says_so_in_a_sentence(deepspeed: ModuleType)
 
 def test_whether_a_module_is_there(deepspeed: ModuleType) -> None:
     """OpenFold asks for DeepSpeed's attention before it imports it."""
-    for module in ("zero", "launcher.runner", "profiling"):
+    for module in ("zero", "launcher.runner", "profiling", "ops.aio"):
         assert importlib.util.find_spec(f"deepspeed.{module}") is not None
-    for module in ("ops.deepspeed4science", "linear", "linear.config", "ops.aio", "runtime.sparse_tensor"):
+    for module in ("ops.deepspeed4science", "linear", "linear.config", "runtime.sparse_tensor"):
         assert importlib.util.find_spec(f"deepspeed.{module}") is None
 
 

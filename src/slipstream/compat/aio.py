@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import ExitStack
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,7 +183,7 @@ class aio_handle(pin_handle):
         with os.fdopen(os.open(path, flags, 0o600), "wb" if writes else "rb") as file:
             for first, last in ((0, head), (stop, nbytes)):
                 file.seek(offset + first)
-                part = memoryview(host[first:last].numpy())
+                part: Any = host[first:last].numpy()
                 file.write(part) if writes else file.readinto(part)  # type: ignore[attr-defined]
         if head == stop:
             return None
