@@ -423,7 +423,9 @@ def _install_collectives() -> None:
 
     def _call_it(group: Any, backend: Any) -> None:
         """Group of gloo, as one of the backend that was asked for."""
-        c10d._world.pg_map[group] = (backend or "cpu:gloo,cuda:nccl", c10d._world.pg_map[group][1])
+        backend = backend or "cpu:gloo,cuda:nccl"
+        c10d._world.pg_map[group] = (backend, c10d._world.pg_map[group][1])
+        c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(backend)))
 
     dist.init_process_group = c10d.init_process_group = init_process_group
     dist.new_group = c10d.new_group = new

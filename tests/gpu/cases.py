@@ -27,7 +27,7 @@ from slipstream.zero import build
 from slipstream.zero.storage.lane import CudaLane, Event
 from slipstream.zero.storage.store import DiskStore, HostStore
 from tests import emulation, probe, toy, twin
-from tests.on_gpu import EMULATED
+from tests.on_gpu import EMULATED, tensors_of_tests
 
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -418,6 +418,15 @@ def slices_of_matrices_are_joined() -> None:
         for name, value in engine.state_dict().items():
             assert torch.equal(value.cpu(), whole[name]), (stage, name)
         engine.destroy()
+
+
+@together
+def stages_of_a_pipeline_have_the_bits_of_one() -> None:
+    """Headers of their messages lie in host memory, which a group of NCCL alone does not send."""
+    from tests.dist import test_pipeline
+
+    with tensors_of_tests():
+        test_pipeline.same_bits("auto", "fp32", 1, dp=1, num_stages=2, schedules=test_pipeline.SCHEDULES[:2])
 
 
 @case

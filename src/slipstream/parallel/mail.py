@@ -111,7 +111,7 @@ class GroupMail(Mail):
 
     def __init__(self, axis: Axis, device: torch.device, watch: Watch, keys: Sequence[Route]) -> None:
         super().__init__(axis)
-        self.device, self.watch = device, watch
+        self.device, self.watch, self.group = device, watch, axis.host_group()
         self.tags = {key: 1 + _TAGS * i for i, (key, _, _) in enumerate(sorted(keys))}
         self.last_sent: Future[None] | None = None
         self.sends, self.receives = _Waiter(), _Waiter()
@@ -131,7 +131,7 @@ class GroupMail(Mail):
 
     def _post(self, key: Key, to: int, i: int, flat: Tensor) -> None:
         flat = flat.view(torch.uint8)
-        work = self._start(dist.isend, flat, self.axis.ranks[to], group=self.axis.group, tag=self.tags[key] + i)
+        work = self._start(dist.isend, flat, self.axis.ranks[to], group=self.group, tag=self.tags[key] + i)
         self.last_sent = self.sends.put(work, flat)
 
     def receive(self, key: Key, source: int) -> Any:
@@ -147,7 +147,7 @@ class GroupMail(Mail):
         tensor = torch.empty(numel, dtype=dtype)
         if numel:
             rank = self.axis.ranks[source]
-            work = self._start(dist.irecv, tensor.view(torch.uint8), rank, group=self.axis.group, tag=self.tags[key] + i)
+            work = self._start(dist.irecv, tensor.view(torch.uint8), rank, group=self.group, tag=self.tags[key] + i)
             self._await(self.receives.put(work, tensor), f"mail from rank {rank} (to stage {key[1]})", rank)
         return tensor
 

@@ -274,11 +274,8 @@ def hosts_of(world: Axis, *, in_memory: bool) -> tuple[Hosts | None, str]:
     sizes, places = zip(*world.gather((own, local_rank())), strict=True)
     if len(set(sizes)) > 1 or world.size % own or list(places) != [i % own for i in range(world.size)]:
         return None, f"each host must have as many ranks as the others, consecutive ones; these have {', '.join(map(str, sizes))}"
-    if own == world.size or world.group is None:
-        return None, ""
-    if "cpu:" not in dist.get_backend_config(world.group):
-        return None, 'the process group sends nothing between CPUs; init_process_group("cpu:gloo,cuda:nccl") does'
-    return Hosts(world.group, world.index, world.size, own, in_memory), ""
+    group = None if own == world.size else world.host_group()
+    return (None if group is None else Hosts(group, world.index, world.size, own, in_memory)), ""
 
 
 def _steps_in(directory: str, group: dist.ProcessGroup | None) -> int:

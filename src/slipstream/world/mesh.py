@@ -19,8 +19,10 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _SHORT = 1024  # bytes of a pickle that every rank sends in one message
+_PATIENCE = timedelta(days=1)  # longer than the watch's
+_HOSTED: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()  # group -> the same ranks, by gloo
 
 
 def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
@@ -64,6 +68,16 @@ class Axis:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, pickled. Collective; for setup and inspection."""
         return [value] if self.group is None else gather_objects(value, self.group)
+
+    def host_group(self) -> ProcessGroup | None:
+        """The group, or the same ranks' by gloo if that one communicates no host memory, as NCCL alone. Collective."""
+        if self.group is None or "cpu:" in dist.get_backend_config(self.group):
+            return self.group
+        if self.group not in _HOSTED:
+            _HOSTED[self.group] = dist.new_group(
+                list(self.ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=True
+            )
+        return _HOSTED[self.group]
 
 
 class Split(NamedTuple):
