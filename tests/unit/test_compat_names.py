@@ -178,6 +178,23 @@ def test_hooks_of_torch() -> None:
     assert inside == [True] and not tools.is_functorch_transforming()
 
 
+def test_names_of_the_logger(caplog: pytest.LogCaptureFixture) -> None:
+    tools = load("utils.logging")
+    level = tools.get_current_level()
+    try:
+        tools.set_log_level_from_string("INFO")
+        for _ in range(2):
+            tools.logger.warning_once("a warning of the logger's test")
+            tools.logger.log_dist_once("a line of the logger's test", ranks=[0])
+        said = [record.getMessage() for record in caplog.records if "logger's test" in record.getMessage()]
+        assert len(said) == 2 and said[0] == "a warning of the logger's test" and said[1].endswith("a line of the logger's test")
+        assert tools.should_log_le("info") and not tools.should_log_le("debug") and tools.log_levels["error"] == logging.ERROR
+        with pytest.raises(ValueError, match="log level 'loud' is none of"):
+            tools.get_log_level_from_string("loud")
+    finally:
+        tools.logger.setLevel(level)
+
+
 def test_a_builder_loads_or_says_what_to_use() -> None:
     module, compatible = load("ops.op_builder"), load("ops").__compatible_ops__
     builders = [

@@ -130,9 +130,10 @@ comm compat.comm: P2POp all_gather all_gather_coalesced all_gather_into_tensor a
     log_summary monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter
     send
 utils compat.pickled: fragment_address
-utils compat.utils: OnDevice get_z3_leaf_modules instrument_w_nvtx log_dist logger see_memory_usage set_log_level_from_string
-    set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules
-    z3_leaf_module z3_leaf_parameter
+utils compat.utils: OnDevice get_current_level get_log_level_from_string get_z3_leaf_modules instrument_w_nvtx log_dist
+    log_dist_once log_levels logger see_memory_usage set_log_level_from_string set_z3_leaf_module set_z3_leaf_modules
+    set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix should_log_le unset_z3_leaf_modules warning_once z3_leaf_module
+    z3_leaf_parameter
 utils compat.fragments: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param
     safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
     safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized

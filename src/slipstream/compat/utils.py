@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +20,7 @@ from slipstream.compat.comm import get_rank
 from slipstream.zero.wrap import is_leaf, mark_leaves
 
 logger = logging.getLogger("slipstream")  # the parent of all of Slipstream's loggers
-LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 
 def getter(path: str) -> Callable[[Any], Any]:
@@ -34,10 +34,41 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[rank %d] %s", get_rank(), message)
 
 
+@cache
+def _log_dist_once(message: str, ranks: tuple[int, ...], level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """`log_dist`, once for each message."""
+    _log_dist_once(message, tuple(ranks or ()), level)
+
+
+@cache
+def warning_once(message: str, *args: Any, **named: Any) -> None:
+    """`logger.warning`, once for each message; hashable arguments."""
+    logger.warning(message, *args, **named)
+
+
+vars(logger).update(warning_once=warning_once, log_dist_once=log_dist_once)
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    if log_level_str.lower() not in log_levels:
+        raise ValueError(f"log level {log_level_str!r} is none of {sorted(log_levels)}")
+    return int(log_levels[log_level_str.lower()])
+
+
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    if log_level_str.lower() not in LEVELS:
-        raise ValueError(f"log level {log_level_str!r} is none of {sorted(LEVELS)}")
-    (custom_logger or logger).setLevel(LEVELS[log_level_str.lower()])
+    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether the logger writes messages of this level: its own level is at most that."""
+    return logger.getEffectiveLevel() <= get_log_level_from_string(max_log_level_str)
+
+
+get_current_level = logger.getEffectiveLevel
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
