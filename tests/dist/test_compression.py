@@ -11,7 +11,7 @@ from torch import nn
 import slipstream
 from slipstream import compression
 from slipstream.compression.layers import LinearLayer_Compress
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 from tests.unit.test_compression import MOQ, Curved, curved, hessian_shares, losses_of, snipped
 
@@ -148,7 +148,7 @@ def test_eigenvalues_are_of_the_mean_loss_on_every_rank(transport: str) -> None:
     own = both[5 * dist.get_rank() :][:5]
     expected = [1 + math.floor(4 * share) for share in hessian_shares(Curved(), both)]
     assert expected != [1 + math.floor(4 * share) for share in hessian_shares(Curved(), both[:5])]
-    for stage in range(4):
+    for stage in cases.stages(transport):
         more = {"zero_optimization": {"stage": stage}, "slipstream": {"transport": transport}}
         engine = curved(ordered, 2, own, **more)
         assert losses_of(engine) == [[2, 4 * factor] for factor in expected]

@@ -17,6 +17,7 @@ from slipstream.inference.decoder import distances, visible
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp
 from slipstream.ops import cpu
+from tests.cases import EVERYTHING
 from tests.inference.test_native import pytestmark
 
 __all__ = ["pytestmark"]
@@ -83,7 +84,7 @@ def side_by_side(mixed: Tensor) -> Tensor:
     return mixed.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(16 if EVERYTHING else 8))
 def test_as_in_fp64(isa: str, seed: int) -> None:
     """The rounding of weights, and of their sum, changes the result by half an ulp each at most; fp32 is exact beside that."""
     rng = random.Random(seed)
