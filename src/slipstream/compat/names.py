@@ -252,10 +252,14 @@ inference/build_engine_from_ds_checkpoint inference.v2/build_engine_from_ds_chec
     build_hf_engine loads a Hugging Face folder
 inference: internals of DeepSpeed's serving engines; init_inference, build_hf_engine and `slipstream serve` serve models
 module_inject.layers module_inject.auto_tp module_inject.autotp_config module_inject.auto_ep module_inject.auto_ep_layer
-    runtime.tensor_parallel: DeepSpeed's AutoTP and AutoEP; the config's tensor_parallel and expert_parallel split unmodified models
+    module_inject.auto_ep_config runtime.tensor_parallel: DeepSpeed's AutoTP and AutoEP; the config's tensor_parallel and
+    expert_parallel split unmodified models
 module_inject: DeepSpeed's kernel injection; init_inference(replace_with_kernel_inject=True) uses Slipstream's kernels
 elasticity: internals of DeepSpeed's elastic agent; use `slipstream run --elastic MIN:MAX`
-utils.zero_to_fp32: internals of DeepSpeed's checkpoint reader; get_fp32_state_dict_from_zero_checkpoint reads both formats
+checkpoint.constants/DeepSpeedCheckpoint checkpoint.deepspeed_checkpoint utils.zero_to_fp32: internals of DeepSpeed's checkpoint
+    reader; get_fp32_state_dict_from_zero_checkpoint reads both formats
+runtime.domino: Domino's Megatron layers; tensor_parallel.tp_overlap_comm in the config overlaps the sums of unmodified models
+compile.passes: AutoSP and other passes of DeepCompile; sequence_parallel_size in the config splits sequences of unmodified models
 linear: DeepSpeed's quantized LoRA layers; use PEFT
 autotuning autotuning_metric() autotuning_metric_path() autotuning_model_info_path() autotuning_profile_model_info()
     autotuning_start_profile_step() autotuning_end_profile_step(): autotuning runs outside the script: `deepspeed --autotuning`, or
