@@ -185,6 +185,10 @@ def test_states_that_are_not_like_their_parameters_load_back() -> None:
     engine.optimizer.load_state_dict(before)
     for number, expected in before["state"].items():
         same(engine.optimizer.state_dict()["state"][number], expected)
+    number, rows = next((number, state["row_var"]) for number, state in before["state"].items() if "row_var" in state)
+    before["state"][number]["row_var"] = rows.expand(-1, before["state"][number]["col_var"].shape[-1]).T
+    with pytest.raises(ValueError, match=r"row_var of .* has shape .*, but the parameter has shape"):
+        engine.optimizer.load_state_dict(before)
     engine.destroy()
 
 

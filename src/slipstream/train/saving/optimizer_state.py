@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -152,7 +153,8 @@ def _misfit(steps: ShardedSteps, values: Mapping[str, Any], unit: Unit, i: int) 
     for state, value in values.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             continue
-        is_reduced = steps.state_names is None and {*value.shape} <= {1, *shape}  # Adafactor's sums over rows and columns
+        # Adafactor's sums over rows and columns
+        is_reduced = steps.state_names is None and value.numel() < math.prod(shape) and {*value.shape} <= {1, *shape}
         if tuple(value.shape) != shape and not is_reduced:
             return f"{state} of {name!r} has shape {tuple(value.shape)}, but the parameter has shape {shape}"
     expected = sorted(values if steps.state_names is None else steps.state_names)  # torch optimizers accept any
