@@ -63,10 +63,7 @@ def parse_filter(text: str, flag: str) -> dict[str, tuple[int, ...] | None]:
         devices = [piece.strip() for piece in listed.split(",")]
         if not all(device.isdigit() for device in devices):
             raise ValueError(f"{flag} {text!r}: {listed!r} are not device numbers; write {name}:0,1")
-        numbers = tuple(sorted({int(device) for device in devices}))
-        if len(numbers) != len(devices):
-            raise ValueError(f"{flag} {text!r}: a device of {name} appears twice")
-        chosen[name] = numbers
+        chosen[name] = tuple(sorted({int(device) for device in devices}))
     return chosen
 
 
