@@ -248,6 +248,8 @@ moe load_moe_state_dict(): internals of DeepSpeed's MoE layer; slipstream.moe ha
 utils.groups/initialize: a function without effect, in DeepSpeed too; pass ep_size to deepspeed.moe.layer.MoE
 ops.transformer: DeepSpeed's inference kernels; init_inference uses Slipstream's
 ops.op_builder: DeepSpeed's op builders; Slipstream's kernels are built when it is installed
+io: DeepSpeed's FastPersist writers; AsyncIOBuilder().load().aio_handle() writes tensors by direct I/O
+nvme: DeepSpeed's measurements of disks; use `slipstream bench-disk`, or ds_nvme_tune
 inference/build_engine_from_ds_checkpoint inference.v2/build_engine_from_ds_checkpoint: DeepSpeed's flattened weights;
     build_hf_engine loads a Hugging Face folder
 inference: internals of DeepSpeed's serving engines; init_inference, build_hf_engine and `slipstream serve` serve models
