@@ -61,8 +61,7 @@ def _met(row: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
 def alternate(items: list[pytest.Item]) -> None:
     """Mark as slow every second transport of the scenarios that run on both: they take turns, and `make test-all` runs all.
 
-    The first turn follows from the name of a test. Two of three turns are on shared memory, as gloo costs twice the processor time.
-    Contracts keep both. So do several scenarios with numbers of ranks.
+    The first turn follows from the name of a test. Contracts keep both. So do several scenarios with numbers of ranks.
     """
     if EVERYTHING or ON_GPU:  # a GPU's run leaves out the scenarios in shared memory itself
         return
@@ -76,7 +75,7 @@ def alternate(items: list[pytest.Item]) -> None:
     for name, scenarios in _scenarios(items, "transport").items():
         for turn, of_scenario in enumerate(scenarios.values(), zlib.crc32(name.encode())):
             if of_scenario.keys() == _STAGES.keys():
-                for item in of_scenario["gloo" if turn % 3 else "shared"]:
+                for item in of_scenario[tuple(_STAGES)[turn % 2]]:
                     item.add_marker(pytest.mark.slow)
 
 

@@ -408,7 +408,7 @@ def test_equals_plain_torch(name: str, transport: str) -> None:
     scenario = SCENARIOS[name]
     expected, norm = plain_torch(scenario)
     stages = cases.stages(transport, STAGES if scenario.same_gathers or transport == "shared" else (0, 1, 2))
-    for stage in cases.by_turns(stages, list(SCENARIOS).index(name) // 3):
+    for stage in cases.by_turns(stages, list(SCENARIOS).index(name) // 2):
         engine = toy.make(
             toy.seeded(scenario.kind), stage, transport, gradient_clipping=CLIP, optimizer={"type": "SGD", "params": SGD}
         )

@@ -49,7 +49,7 @@ def plain_torch(changes: Changes) -> dict[str, Tensor]:
 def test_freezing_between_steps_equals_plain_torch(name: str, transport: str) -> None:
     changes: Changes = globals()[name]
     expected = plain_torch(changes)
-    for stage in cases.by_turns(cases.stages(transport), NAMES.index(name) // 3):
+    for stage in cases.by_turns(cases.stages(transport), NAMES.index(name) // 2):
         model = toy.seeded(toy.Net)
         everything = list(model.parameters())
         apply(model, changes.get(0, []))
