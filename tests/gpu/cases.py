@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.optim import Lamb
+from slipstream.world.watch import PeerError
 from slipstream.zero import build
 from slipstream.zero.storage.lane import CudaLane, Event
 from slipstream.zero.storage.store import DiskStore, HostStore
@@ -194,6 +195,20 @@ def ranks_tell_each_other_values_of_the_device() -> None:
     assert [value.item() for value in every] == [rank + 0.5 for rank in range(dist.get_world_size())]
     assert all(value.device == device() for value in every)
     engine.destroy()
+
+
+@together
+def a_wait_for_values_of_a_late_rank_ends() -> None:
+    """The host reads the values, and must not block in CUDA until they come."""
+    engine = slipstream.initialize(model=model(toy.Net), config=toy.settings(1))[0]
+    engine.watch.timeout_s = 0.5
+    time.sleep(3 * dist.get_rank())
+    try:
+        engine.states.comms.data.exchange(torch.ones(1, dtype=torch.float64))
+    except PeerError as error:
+        assert dist.get_rank() == 0 and "waited 0 s in exchange" in str(error)
+    else:
+        assert dist.get_rank() == 1, "the first rank waited for the second"
 
 
 @case

@@ -34,6 +34,7 @@ U = TypeVar("U")
 
 _SLICE = timedelta(seconds=0.25)  # how long a wait sleeps between checks for failed peers
 
+_POLL_S = 1e-4  # seconds between two questions to the GPU whether an operation has ended
 _ROW = 64  # fp64 numbers per rank in one message of `_compare`
 _HEAD = 2
 _MOST_KNOWN = 1 << 16
@@ -279,7 +280,7 @@ class ProcessGroupComm(Comm):
         if not self.on_host:
             rows = rows.to(self.device)
         number = self.ledger.launch(operation, rows.nbytes, 2 * rows.nbytes * (self.size - 1) // self.size, detail)
-        self._finish(dist.all_reduce(rows, group=self.group, async_op=True), operation, number)
+        self._finish(dist.all_reduce(rows, group=self.group, async_op=True), operation, number, is_read=True)
         rows = rows.cpu()
         if not torch.equal(rows[:, :_HEAD], rows[:1, :_HEAD].expand(self.size, _HEAD)):
             doing: list[Any] = [None] * self.size
@@ -294,29 +295,42 @@ class ProcessGroupComm(Comm):
             )
         return rows[:, _HEAD : _HEAD + values.numel()]
 
-    def _finish(self, work: Any, operation: str, number: int) -> None:
-        if not self.on_host:  # waits on the stream
-            work.wait()
-            self.ledger.finish(number)
-            return
-        since = time.monotonic()
-        with self.watch.waiting(operation, (self.ledger.name, number), self.ledger.details[number]):
-            while True:
-                try:
-                    work.wait(_SLICE)
-                    break
-                except RuntimeError:
-                    if work.is_completed():
-                        self._outcome(work)
-                        break
-                    self.watch.check(since)  # this wait timed out
+    def _finish(self, work: Any, operation: str, number: int, *, is_read: bool = False) -> None:
+        """is_read: the host reads the result next. Reading NCCL's would block until it is there, even if a rank is lost."""
+        if self.on_host or is_read:
+            since = time.monotonic()
+            with self.watch.waiting(operation, (self.ledger.name, number), self.ledger.details[number]):
+                while not (self._is_done(work) if self.on_host else self._has_landed(work)):
+                    self.watch.check(since)
+        else:
+            work.wait()  # on the stream
         self.ledger.finish(number)
+
+    def _is_done(self, work: Any) -> bool:
+        """Whether an operation of gloo ends within a slice."""
+        try:
+            work.wait(_SLICE)
+        except RuntimeError:
+            if not work.is_completed():
+                return False  # this wait timed out
+            self._outcome(work)
+        return True
+
+    def _has_landed(self, work: Any) -> bool:
+        """Whether an operation of NCCL ends within a slice; if so, the current stream has waited for it."""
+        until = time.monotonic() + _SLICE.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_POLL_S)
+        self._outcome(work)
+        return True
 
     def _running(self, work: Any, operation: str, number: int) -> Pending[None]:
         return Pending(lambda: self._finish(work, operation, number))
 
     def _outcome(self, work: Any) -> None:
-        """Raise the error of an operation that failed at the same moment as a wait for it timed out."""
+        """Raise the error of a completed operation that failed."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -357,7 +371,7 @@ class ProcessGroupComm(Comm):
         counts = torch.tensor(lengths, device="cpu" if self.on_host else self.device)
         counts_here = torch.empty_like(counts)
         number = self._launch(f"lengths of {operation}", counts.nbytes)
-        self._finish(self._all_to_all(counts_here, counts, [8] * self.size, [8] * self.size), operation, number)
+        self._finish(self._all_to_all(counts_here, counts, [8] * self.size, [8] * self.size), operation, number, is_read=True)
         sizes = counts_here.tolist()
         received = torch.empty(sum(sizes), dtype=sent.dtype, device=sent.device)
         return self.all_to_all(received, sent, sizes, lengths).then(lambda _: use(list(received.split(sizes))))
