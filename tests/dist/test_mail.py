@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.parallel.mail import Mail, PairMail, connect_mail, sum_of_places
@@ -18,10 +19,10 @@ KEYS = [("F", 1), ("B", 0), ("F", 2)]
 
 @contextmanager
 def connected(transport: str, slots: int) -> Iterator[tuple[Mail, int]]:
-    mesh = build_mesh(pp=2)
+    mesh = build_mesh(pp=dist.get_world_size())
     watch = Watch(20.0)
     watch.start(mesh.world)
-    routes = [(KEYS[0], 0, 1), (KEYS[1], 1, 0), (KEYS[2], 0, 1)]
+    routes = [(KEYS[0], 0, 1), (KEYS[1], 1, 0), (KEYS[2], mesh.pp.size - 2, mesh.pp.size - 1)]
     cpu = torch.device("cpu")
     if transport == "pairs":  # as between GPUs, with gloo in place of NCCL: without tags
         mail: Mail = PairMail(mesh.pp, cpu, watch, routes, backend="gloo")
@@ -75,6 +76,19 @@ def test_trees_arrive_as_they_were_sent(transport: str) -> None:
                 mail.send(KEYS[1], 0, tree(1000 + first))
                 for seed in range(first, first + 3):
                     same(mail.receive(KEYS[0], 0), tree(seed))
+
+
+@distributed(world_size=3, transports=("gloo", "pairs"))
+def test_a_stage_between_others_has_more_neighbors_than_they(transport: str) -> None:
+    with connected(transport, slots=2) as (mail, index):
+        if index == 0:
+            mail.send(KEYS[0], 1, tree(3))
+            same(mail.receive(KEYS[1], 1), tree(4))
+        elif index == 1:
+            mail.send(KEYS[1], 0, tree(4))
+            mail.send(KEYS[2], 2, mail.receive(KEYS[0], 0))
+        else:
+            same(mail.receive(KEYS[2], 1), tree(3))
 
 
 @distributed(world_size=2)

@@ -10,6 +10,7 @@ MailByShares around another mail: a tree that several ranks would all send trave
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import os
@@ -185,16 +186,17 @@ class PairMail(GroupMail):
 
     [Note: A group for each key] NCCL has no tags and matches the messages of two ranks in order. On one group, two ranks that send
     to each other would each wait until the other receives. A key goes in one direction and is received in the order in which it is
-    sent, whatever the schedule.
+    sent, whatever the schedule. Every rank makes the groups of all pairs, in one order: torch names a group by a count.
     """
 
     def __init__(self, axis: Axis, device: torch.device, watch: Watch, keys: Sequence[Route], backend: str = "nccl") -> None:
         super().__init__(axis, device, watch, keys)
         self.groups: dict[Key, dist.ProcessGroup] = {}
         self.on_the_way: list[tuple[Any, Tensor]] = []  # sends in flight, with the memory that they read
-        for key, source, target in sorted(keys):
-            if axis.index in (source, target):
-                self.groups[key] = _group_of(key, axis.ranks[source], axis.ranks[target], backend)
+        for line, (key, source, target) in itertools.product(axis.lines, sorted(keys)):
+            group = _group_of(key, line[source], line[target], backend)
+            if line == axis.ranks and axis.index in (source, target):
+                self.groups[key] = group
 
     def _send_tensor(self, key: Key, to: int, i: int, flat: Tensor) -> None:
         work = self._start(dist.isend, flat, self.axis.ranks[to], group=self.groups[key])
@@ -218,18 +220,16 @@ class PairMail(GroupMail):
         self.on_the_way.clear()
 
 
-# torch keeps groups of pairs until destroy_process_group(), so these live as long: torch would give a pair's next group the name of
-# a destroyed one, and the pair's ranks would read the old addresses
-_GROUPS: weakref.WeakValueDictionary[tuple[Key, int, int, str], dist.ProcessGroup] = weakref.WeakValueDictionary()
+# torch keeps groups of pairs until destroy_process_group(), so these live as long, by the world's group
+_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[Key, int, int, str], Any]] = weakref.WeakKeyDictionary()
 
 
-def _group_of(key: Key, source: int, target: int, backend: str) -> dist.ProcessGroup:
-    """Collective over the pair."""
-    place = key, source, target, backend
-    group: dist.ProcessGroup | None = _GROUPS.get(place)
-    if group is None:
-        group = _GROUPS[place] = dist.new_group(sorted((source, target)), backend=backend, use_local_synchronization=True)
-    return group
+def _group_of(key: Key, source: int, target: int, backend: str) -> Any:
+    """The pair's group; on other ranks torch's placeholder. Collective over the axes' ranks."""
+    made, place = _GROUPS.setdefault(dist.group.WORLD, {}), (key, source, target, backend)
+    if place not in made:
+        made[place] = dist.new_group(sorted((source, target)), backend=backend)
+    return made[place]
 
 
 class _Waiter:
@@ -439,7 +439,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def connect_mail(axis: Axis, device: torch.device, transport: str, watch: Watch, routes: Sequence[Route], slots: int) -> Mail:
-    """Make the mail of one axis, with the transport that `connect_axis` chooses. Collective over the axis."""
+    """Make the mail of one axis, with the transport that `connect_axis` chooses. Collective over the axis's `lines`."""
     comm = connect_axis(axis, device, transport, watch)
     if isinstance(comm, SharedComm):
         return SharedMail(comm, routes, slots)

@@ -60,6 +60,7 @@ class Axis:
     ranks: tuple[int, ...]
     index: int  # this rank's index on the axis
     size: int
+    lines: tuple[tuple[int, ...], ...] = ()  # the ranks of each axis of the mesh in this direction, this one included
 
     def __deepcopy__(self, memo: Any) -> Axis:
         """The copy, in a model copied for a dry run, has the same ranks."""
@@ -70,13 +71,13 @@ class Axis:
         return [value] if self.group is None else gather_objects(value, self.group)
 
     def host_group(self) -> ProcessGroup | None:
-        """The group, or the same ranks' by gloo if that one communicates no host memory, as NCCL alone. Collective."""
+        """The group, or the same ranks' by gloo if that one communicates no host memory, as NCCL alone. Collective over `lines`:
+        torch names a group by a count, which must be equal on its ranks."""
         if self.group is None or "cpu:" in dist.get_backend_config(self.group):
             return self.group
         if self.group not in _HOSTED:
-            _HOSTED[self.group] = dist.new_group(
-                list(self.ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=True
-            )
+            lines = [list(ranks) for ranks in self.lines]
+            _HOSTED[self.group] = dist.new_subgroups_by_enumeration(lines, timeout=_PATIENCE, backend="gloo")[0]
         return _HOSTED[self.group]
 
 
@@ -140,7 +141,7 @@ class _Groups:
             several = [list(ranks) for ranks in key if len(ranks) > 1]
             self.made[key] = dist.new_subgroups_by_enumeration(several)[0] if several else None
         ranks = next(ranks for ranks in key if self.rank in ranks)
-        return Axis(name, self.made[key] if len(ranks) > 1 else None, ranks, ranks.index(self.rank), len(ranks))
+        return Axis(name, self.made[key] if len(ranks) > 1 else None, ranks, ranks.index(self.rank), len(ranks), key)
 
 
 @dataclass(frozen=True, slots=True)
