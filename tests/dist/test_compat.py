@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slipstream.checkpoint.errors import CheckpointError
 from slipstream.compat import fragments, held, zero
 from slipstream.compat.engine import initialize
 from slipstream.compat.moe import MoE
@@ -333,6 +334,10 @@ def test_deepspeeds_assertions(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "latest", "zero_to_fp32.py", "zero_to_torch.py"]
         script = tmp_path / "zero_to_fp32.py"  # run as ./zero_to_fp32.py
         assert os.access(script, os.X_OK) and script.read_text().startswith("#!/usr/bin/env python")
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b" / script.name).symlink_to(tmp_path / "nowhere" / script.name)
+    with pytest.raises(CheckpointError, match=r"No such file .*zero_to_fp32"):  # on all ranks
+        engine.save_checkpoint(str(tmp_path / "b"))
     engine.backward(engine.module.head.weight.square().sum() + engine(toy.tokens(engine.rank, 0)) * 0)
     engine.step()
     engine.backward(engine.module.embedding(toy.tokens(engine.rank, 0)).square().sum())

@@ -362,12 +362,9 @@ class DeepSpeedEngine(Engine):
             with self.together("save_checkpoint"), _asserting(CheckpointError):
                 agree_on_tag(self.mesh.world.gather(name or ""), "Fail")
         saved = super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
-        for name, text in SCRIPTS.items() if self.mesh.is_first else ():
-            if not (script := Path(save_dir, name)).exists():
-                script.write_text(text)
-                script.chmod(script.stat().st_mode | 0o100)
         with self.together("save_checkpoint"):  # every rank finds the scripts
-            return saved
+            Ranks(self.mesh.world.group).decide("save_checkpoint", lambda: _write_scripts(save_dir))
+        return saved
 
     def load_checkpoint(
         self,
@@ -491,6 +488,13 @@ class DeepSpeedEngine(Engine):
             if module is None or not hasattr(module, name):
                 raise
             return getattr(module, name)
+
+
+def _write_scripts(folder: str) -> None:
+    for name, text in SCRIPTS.items():
+        if not (script := Path(folder, name)).exists():
+            script.write_text(text)
+            script.chmod(script.stat().st_mode | 0o100)
 
 
 @contextmanager
