@@ -149,7 +149,12 @@ def test_what_is_wrong_with_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert "embeds texts of 40 tokens" in engine.description
         with pytest.raises(ValueError, match=r"text 1 has 52 tokens; .* takes 40: cut it, or truncate"):
             engine.embed(["a", "b" * 50])
-        assert engine.embed("b" * 50, truncate=True).equal(engine.embed("b" * 38)), "cut before its end token"
+        for truncate in (True, 40, 99):
+            assert engine.embed("b" * 50, truncate=truncate).equal(engine.embed("b" * 38)), "cut before its end token"
+        assert engine.embed([[1, *b"b" * 50]], truncate=99).equal(engine.embed([[1, *b"b" * 39]]))
+        for truncate in (0, -1):
+            with pytest.raises(ValueError, match=f"truncate is {truncate}; it must be True, False, or a number of tokens of"):
+                engine.embed("b", truncate=truncate)
         assert engine.embed([]).shape == (0, len(engine.embed("a")))
         with pytest.raises(ValueError, match="text 0 has a token id outside of 0 to 127"):
             engine.embed([[5, 1000]])

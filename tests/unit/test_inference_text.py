@@ -5,6 +5,7 @@ import random
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
@@ -224,6 +225,13 @@ def test_whether_a_template_reads_tools(templates: dict[str, str], tells: bool) 
     assert Tokenizer(BACKEND, templates=templates).supports_tools is tells
 
 
+def test_cutting_a_long_text_takes_no_memory_for_what_is_cut_off() -> None:
+    tokenizer, text = byte_level(), "a " * 200_000
+    expected, before = tokenizer.encode(text)[-1:], getrusage(RUSAGE_SELF).ru_maxrss
+    assert tokenizer.cut(text, 1, "left", special=True) == expected
+    assert getrusage(RUSAGE_SELF).ru_maxrss - before < 50 << 10, "kilobytes beyond those of `encode`"
+
+
 def test_texts_are_cut_and_words_spelled_with_the_special_tokens_of_a_prompt() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode(TEXT)
@@ -232,6 +240,8 @@ def test_texts_are_cut_and_words_spelled_with_the_special_tokens_of_a_prompt() -
     backend = Backend.from_str(BACKEND.to_str())
     backend.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     assert Tokenizer(backend).cut(TEXT, 9, "left", special=True) == [1, *ids[-8:]]
+    assert Tokenizer(backend).cut("<|im_start|>" + TEXT, 9, "right", special=True) == [1, 1, *ids[:7]]
+    assert [Tokenizer(backend).cut(text, 1, "left", special=True) for text in ("", TEXT)] == [[1], [1]]
     assert Tokenizer(backend).cut(TEXT, 9, "left", special=False) == ids[-9:]
     assert [tokenizer.decode(one) for one in tokenizer.spellings([" world", "x", "the"])] == ["world", " world", "x", " x", "the"]
     with pytest.raises(ValueError, match="bad_words has ' ', which has no tokens"):

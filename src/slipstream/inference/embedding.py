@@ -179,7 +179,7 @@ class EmbeddingEngine:
 
     def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: int = False) -> Embedded:
         """Vectors of texts, or of token ids as given. Raises ValueError for a text that is empty or too long (`truncate` cuts it to
-        so many tokens; True: `max_context`), FailedError if the forward of one text fails alone, ClosedError."""
+        so many tokens; True: `max_context`, the most), FailedError if the forward of one text fails alone, ClosedError."""
         if self.classifier is not None:
             raise ValueError(f"{self.model_name} scores pairs of texts and makes no vectors: call score(), or POST /v1/rerank")
         return self._embed({f"text {i}": text for i, text in enumerate(texts)}, truncate)
@@ -224,27 +224,29 @@ class EmbeddingEngine:
     def _pair_of(self, name: str, pair: tuple[str, str], truncate: int) -> _Text:
         if self.tokenizer is None:
             raise ValueError(f"{name} is text, and {self.model_name} has no tokenizer; open it with one")
-        tokens, types = self.tokenizer.pair(*pair, self._most(truncate) if truncate else None)
+        most = self._most(truncate)
+        tokens, types = self.tokenizer.pair(*pair, most if truncate else None)
         return _Text(self._tokens_of(name, tokens, truncate=False), types)
 
     def _most(self, truncate: int) -> int:
-        return self.max_context if isinstance(truncate, bool) else truncate
+        if not isinstance(truncate, bool) and truncate < 1:
+            raise ValueError(f"truncate is {truncate}; it must be True, False, or a number of tokens of at least 1")
+        return self.max_context if isinstance(truncate, bool) else min(truncate, self.max_context)
 
     def _tokens_of(self, name: str, text: str | Sequence[int], truncate: int) -> Sequence[int]:
-        if isinstance(text, str):
-            if self.tokenizer is None:
-                raise ValueError(f"{name} is text, and {self.model_name} has no tokenizer; give token ids, or open it with one")
-            tokens: Sequence[int] = self.tokenizer.encode(self.pooling.prompt + text)
+        most = self._most(truncate)
+        if not isinstance(text, str):
+            tokens = list(text[:most] if truncate else text)
+        elif self.tokenizer is None:
+            raise ValueError(f"{name} is text, and {self.model_name} has no tokenizer; give token ids, or open it with one")
         else:
-            tokens = list(text)
-        if len(tokens) > (most := self._most(truncate)):
-            if not truncate:
-                raise ValueError(
-                    f"{name} has {len(tokens)} tokens; {self.model_name} takes {self.max_context}: cut it, or truncate "
-                    "(truncate=True; over HTTP truncate_prompt_tokens: -1)"
-                )
-            end = 0 if self.tokenizer is None or not isinstance(text, str) else self.tokenizer.num_ends
-            tokens = [*tokens[: max(most - end, 0)], *tokens[len(tokens) - end :]]
+            text = self.pooling.prompt + text
+            tokens = self.tokenizer.cut(text, most, "right", special=True) if truncate else self.tokenizer.encode(text)
+        if len(tokens) > self.max_context:
+            raise ValueError(
+                f"{name} has {len(tokens)} tokens; {self.model_name} takes {self.max_context}: cut it, or truncate "
+                "(truncate=True; over HTTP truncate_prompt_tokens: -1)"
+            )
         if not tokens:
             raise ValueError(f"{name} has no tokens")
         if min(tokens) < 0 or max(tokens) >= self._vocab_size:

@@ -181,9 +181,13 @@ class Tokenizer:
 
     def cut(self, text: str, most: int, side: str, *, special: bool) -> list[int]:
         """As `encode`, without the tokens of the text at its `side` ("left" or "right") that exceed `most` tokens in all."""
-        [whole] = self.backend.encode_batch([text], add_special_tokens=False)
-        whole.truncate(max(most - self.backend.num_special_tokens_to_add(is_pair=False) * special, 0), direction=side)
-        return list(self.backend.post_process(whole, add_special_tokens=special).ids)
+        [whole] = self.backend.encode_batch_fast([text], add_special_tokens=special)
+        ids, added = whole.ids, whole.special_tokens_mask  # 1 for tokens that are not of the text
+        begin = added.index(0) if 0 in added else len(ids)
+        end = begin + added.count(0)
+        kept = min(max(most - len(ids) + end - begin, 0), end - begin)
+        first = end - kept if side == "left" else begin
+        return [*ids[:begin], *ids[first : first + kept], *ids[end:]]
 
     def pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
         """The tokens of two texts as one, and the type of each token. `most`: a limit, for which the longer is cut first."""
@@ -213,12 +217,6 @@ class Tokenizer:
             if count > 2 * max_tokens:
                 return True
         return False
-
-    @cached_property
-    def num_ends(self) -> int:
-        """The number of special tokens that `encode` adds after a text."""
-        mask = self.backend.encode("a").special_tokens_mask
-        return next((i for i, special in enumerate(reversed(mask)) if not special), 0)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
