@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from tokenizers import processors
@@ -30,6 +31,7 @@ from slipstream.inference.server import Router  # noqa: E402
 from slipstream.inference.server import generation as generation_module  # noqa: E402
 from slipstream.inference.server.generation import Compiling, Mailbox, Unread, Work  # noqa: E402
 from slipstream.inference.server.generation import running as generation  # noqa: E402
+from slipstream.inference.text import Tokenizer  # noqa: E402
 from tests.inference.test_replicas import Shared  # noqa: E402
 from tests.inference.test_server import USER, call, opening, serving, until  # noqa: E402
 from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, running, wait  # noqa: E402
@@ -97,8 +99,14 @@ def test_fields_of_vllm_that_forbid_and_cut() -> None:
         [choice] = answer(allowed_token_ids=[*b"abc"])["choices"]
         first = choice["text"]
         assert len(first) == 9 and set(first) <= set("abc")
-        [choice] = answer(allowed_token_ids=[*b"abc"], bad_words=[first[:3], first[3]])["choices"]
-        assert choice["text"].startswith(first[:2]) and not {first[:3], first[3]} & {choice["text"][:3], *choice["text"]}
+        assert isinstance(tokenizer := engine.tokenizer, Tokenizer)
+        tokenizer.backend.add_special_tokens(["<beyond>"])  # the logits; the model never writes it
+        with patch.object(tokenizer, "spellings", wraps=tokenizer.spellings) as spelled:
+            bad = [first[:3], first[3], "<beyond>", "a<beyond>"]
+            choices = answer(["hello"] * 3, allowed_token_ids=[*b"abc"], bad_words=bad)["choices"]
+        assert spelled.call_count == 1 and len(choices) == 3, "the words of a request are spelled once"
+        for text in (choice["text"] for choice in choices):
+            assert text.startswith(first[:2]) and not {first[:3], first[3]} & {text[:3], *text}
         for prompt in ("hello", [*b"hello"]):
             for cut, side, kept in ((2, "left", "lo"), (2, "right", "he"), (5, "left", "hello"), (-1, "left", "hello")):
                 asked = {"truncate_prompt_tokens": cut, "truncation_side": side}

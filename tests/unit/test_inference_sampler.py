@@ -257,7 +257,7 @@ def test_words_and_reasoning_that_must_not_go_on() -> None:
         req.tokens += [5] if draft else []
         return sampler.sample(logits, [LogitsRow(req, draft, mask)])[0].token
 
-    words = {"bad_words": [[0], [5, 6, 1], [0, 1, 2], [3]]}
+    words = {"bad_words": {-1: [[0], [3]], 6: [[5, 6, 1]], 1: [[0, 1, 2]]}}
     assert [token(**words), token(draft=(6,), **words), token(draft=(6, 6), **words)] == [1, 2, 1]
     begun, not_begun = {"thought_marks": (1, 50)}, {"thought_marks": (5, 50)}
     assert [token(draft, **begun) for draft in ((), (6,), (50,), (50, 1), (50, 1, 6, 6), (1, 6))] == [0, 50, 0, 0, 50, 50]

@@ -246,6 +246,8 @@ def test_texts_are_cut_and_words_spelled_with_the_special_tokens_of_a_prompt() -
     assert [tokenizer.decode(one) for one in tokenizer.spellings([" world", "x", "the"])] == ["world", " world", "x", " x", "the"]
     with pytest.raises(ValueError, match="bad_words has ' ', which has no tokens"):
         tokenizer.spellings([" "])
+    with pytest.raises(ValueError, match="bad_words has more than 8,192 tokens; give fewer or shorter words"):
+        tokenizer.spellings(["€" * 256] * 100)
     with pytest.raises(ValueError, match="thinking_token_budget needs a model whose chat template has <think> and </think>"):
         tokenizer.thought_marks  # noqa: B018
 

@@ -190,7 +190,7 @@ class Request:
     missed: bool = False  # whether it has missed its target, by the clock; only the scheduler changes `missed` and `token_at`
     token_at: float = 0.0  # when it got its last token
     elsewhere: int = 0  # tokens that the tenant got from other engines while another tenant had requests at this engine
-    bad_words: Sequence[Sequence[int]] = ()  # the tokens of params.bad_words
+    bad_words: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)  # last token but one, or -1 -> tokens of words
     thought_marks: tuple[int, int] = (-1, -1)  # the tokens that open and close reasoning, for params.thinking_token_budget
     adapter: Any = None  # the adapter that the runner applies (`adapters.Packed`)
     arrival: float = 0.0  # seconds, of one clock for all requests

@@ -241,6 +241,7 @@ class Engine:
         self._proven = self._process = 0  # a token that was computed lately; the process of the thread
         self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; lets one pause run at a time
         self._open_adapter, self._adapters = open_adapter, dict[str, Any]()  # by name
+        self._spelled: tuple[tuple[str, ...], dict[int, list[list[int]]]] = (), {}  # the latest bad_words, and their tokens
         self._meters, self._ids, self._grammars_lock = Meters(), itertools.count(), threading.Lock()
         self._thread: threading.Thread | None = None
         for name, folder in (adapters or {}).items():
@@ -459,10 +460,21 @@ class Engine:
         self._sampler.check(params)
         fields: dict[str, Any] = {}
         if self.tokenizer is not None and params.bad_words:
-            fields["bad_words"] = self.tokenizer.spellings(params.bad_words)
+            fields["bad_words"] = self._spelled_words(self.tokenizer, params.bad_words)
         if self.tokenizer is not None and params.thinking_token_budget is not None:
             fields["thought_marks"] = self.tokenizer.thought_marks
         return fields
+
+    def _spelled_words(self, tokenizer: Tokenizer, words: tuple[str, ...]) -> Mapping[int, Sequence[Sequence[int]]]:
+        """`Request.bad_words`, without those that the model cannot write."""
+        given, spelled = self._spelled
+        if given != words:
+            spelled = {}
+            for word in tokenizer.spellings(words):
+                if max(word) < self.runner.vocab_size:
+                    spelled.setdefault([-1, *word][-2], []).append(word)
+            self._spelled = words, spelled
+        return spelled
 
     def _check_open(self, *, changing: bool = False) -> None:
         """Raise ClosedError unless requests are accepted. Hold the lock. `changing`: the caller replaces the weights."""

@@ -110,9 +110,9 @@ class Session:
                             self.engine.hold(handle, *rest)
                     case "submit":
                         prompt, params, more = rest
-                        constrained = "json_schema" in params or "grammar" in params
+                        takes_long = not params.keys().isdisjoint(("json_schema", "grammar", "bad_words"))
                         submit = partial(self._answer, number, self._submit, number, prompt, params, more)
-                        slow.submit(submit) if constrained else submit()
+                        slow.submit(submit) if takes_long else submit()
                     case "call":
                         name, arguments = rest
                         call = partial(self._answer, number, _CALLS[name], self.engine, *arguments)

@@ -128,12 +128,11 @@ class _Edits:
         self._tokens: Ids = np.empty(vocab_size if self._penalized else 0, np.int64)  # memory pages are allocated as it fills
         self._tokens[: len(distinct)] = [*distinct]
         self._counts: Ids = np.zeros(len(self._tokens), np.int64)  # how often each was generated
-        self._bad_words = [[*word] for word in request.bad_words]
-        self._longest = max(map(len, self._bad_words), default=1)
         self._budget, (self._opening, self._closing) = params.thinking_token_budget, request.thought_marks
-        everything, allowed = np.arange(vocab_size), params.allowed_token_ids
-        self._others: Ids = np.delete(everything, slice(None) if allowed is None else list(allowed))
-        self._unclosed: Ids = np.delete(everything, slice(None) if self._budget is None else self._closing)
+        allowed = params.allowed_token_ids
+        others: Ids = np.delete(np.arange(vocab_size if allowed else 0), list(allowed or ()))
+        words = np.array([token for [token] in request.bad_words.get(-1, ())], np.int64)
+        self._never = np.concatenate([others, words])
         self._read, self._opened = 0, -1  # tokens searched for the marks of reasoning, and where it began; -1: it is closed
 
     def apply(self, logits: Floats, row: LogitsRow) -> list[tuple[Ids, Floats]]:
@@ -153,11 +152,11 @@ class _Edits:
         if len(self._biased):
             before.append((self._biased, logits[self._biased]))
             logits[self._biased] += self._biases
-        forbidden = [self._last_tokens(row), self._others]
+        forbidden = [self._last_tokens(row), self._never]
         if _number(row) < row.request.params.min_tokens and not self._must_end(row.mask, len(logits)):
             forbidden.append(self._ends)
         if self._must_close(row):
-            forbidden.append(self._unclosed)
+            forbidden.append(np.delete(np.arange(len(logits)), self._closing))
         for ids in forbidden:
             before.append((ids, logits[ids]))
             logits[ids] = -np.inf
@@ -166,8 +165,10 @@ class _Edits:
     def _last_tokens(self, row: LogitsRow) -> Ids:
         """The last tokens of bad words whose other tokens have just been generated."""
         request = row.request
-        past = [*request.tokens[max(request.num_prompt, len(request.tokens) - self._longest) :], *row.draft]
-        last = [word[-1] for word in self._bad_words if past[max(0, len(past) - len(word) + 1) :] == word[:-1]]
+        words = request.bad_words.get((row.draft or request.tokens)[-1], ())
+        begin = len(request.tokens) - max(map(len, words), default=0)
+        past = [*request.tokens[max(request.num_prompt, begin) :], *row.draft]
+        last = [word[-1] for word in words if past[max(0, len(past) - len(word) + 1) :] == word[:-1]]
         return np.array(last, np.int64)
 
     def _must_close(self, row: LogitsRow) -> bool:

@@ -33,6 +33,7 @@ LONGEST_PART = 3  # the most bytes of an incomplete character: UTF-8 has up to 4
 LONG = 2_000  # characters; from this length, encoding is worth a thread without the GIL
 SLICE = 1 << 16  # characters encoded at once when checking whether a text is too long
 DENSE = 8  # characters per token of the limit; a shorter text is encoded as a whole
+MAX_SPELLED = 8_192  # tokens of bad words, each word counted once: every step compares those that may end with its token
 MARKS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")  # around reasoning
 # Special tokens of chat templates that are part of an answer, not of its frame.
 SHOWN = frozenset(
@@ -263,13 +264,15 @@ class Tokenizer:
 
     def spellings(self, words: Iterable[str]) -> list[list[int]]:
         """The tokens of each word at the beginning of a text, and after a space if that changes only the first, as in vLLM's
-        bad_words. Raises ValueError for a word without tokens."""
-        found: list[list[int]] = []
+        bad_words. Raises ValueError for a word without tokens, and for words of more than MAX_SPELLED tokens in all."""
+        found, num = list[list[int]](), 0
         for word in words:
             first, spaced = (self.encode(space + word.lstrip(), special=False) for space in ("", " "))
             if not first:
                 raise ValueError(f"bad_words has {word!r:.100}, which has no tokens")
             found += [first, spaced] if len(spaced) == len(first) and spaced[0] != first[0] else [first]
+            if (num := num + len(first)) > MAX_SPELLED:
+                raise ValueError(f"bad_words has more than {MAX_SPELLED:,} tokens; give fewer or shorter words")
         return found
 
     @cached_property
