@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream import initialize
+from slipstream.checkpoint import load_metadata
 from slipstream.compat import commands, launcher, modules, names
 from slipstream.train import deepspeed_names
 from slipstream.train.planning import explain
@@ -340,9 +341,10 @@ def test_an_overflow_is_a_step_that_is_skipped(deepspeed: Any) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_schedule_steps_with_the_engine(deepspeed: Any) -> None:
+def test_a_schedule_steps_with_the_engine(deepspeed: Any, tmp_path: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}}
-    engine = make(deepspeed, 0, scheduler=scheduler)
+    automatic = {"checkpoint": {"folder": str(tmp_path), "every_steps": 4}}
+    engine = make(deepspeed, 0, scheduler=scheduler, slipstream=automatic)
     rates = []
     for i in range(3):
         step(engine, i)
@@ -353,6 +355,7 @@ def test_a_schedule_steps_with_the_engine(deepspeed: Any) -> None:
     engine.backward(before)
     engine.optimizer.step()  # Fabric's call; its users step the schedule
     assert engine.global_steps == 4 and engine.get_lr() == rates[2:] and engine(toy.tokens(0, 0)) < before
+    assert load_metadata(str(tmp_path), "global_step4").shared["scheduler"] == engine.lr_scheduler.state_dict()
     with pytest.raises(ValueError, match="call the closure"):
         engine.optimizer.step(lambda: None)
     engine.destroy()

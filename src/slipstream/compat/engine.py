@@ -85,6 +85,7 @@ class DeepSpeedEngine(Engine):
     lines: StepLines
     coalesces = False  # inside coalesce_grad_reduction()
     lr_kwargs: Mapping[str, Any] = MappingProxyType({})  # of the last step()
+    steps_schedule = True  # not inside optimizer.step()
 
     def _begin(self, config: Any, optimizer: Any, mpu: Any, lr_scheduler: Any) -> None:
         self.config, self.client_optimizer, self.client_mpu, self.client_lr_scheduler = config, optimizer, mpu, lr_scheduler
@@ -119,7 +120,7 @@ class DeepSpeedEngine(Engine):
             except TypeError as error:
                 kind = type(self.lr_scheduler).__name__
                 raise ValueError(f"engine.step(lr_kwargs={dict(self.lr_kwargs)}): {kind}.step(): {error}") from None
-        elif self.lr_scheduler is not None and self.at_boundary:
+        elif self.steps_schedule and self.lr_scheduler is not None and self.at_boundary:
             check_step(self.lr_scheduler, "which engine.step() did not get: pass them as lr_kwargs=, or")
         assert not self.coalesces, "engine.step() inside coalesce_grad_reduction(), which implies no_sync(): step after it"
         before = self.global_steps
@@ -131,7 +132,7 @@ class DeepSpeedEngine(Engine):
     def _step_schedule(self) -> None:
         if self.lr_kwargs and self.lr_scheduler is not None:
             self.lr_scheduler.step(**self.lr_kwargs)
-        else:
+        elif self.steps_schedule:
             super()._step_schedule()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:

@@ -49,6 +49,7 @@ class LossScaleConfig:
 
 
 class DeepSpeedOptimizerHandle(OptimizerHandle):
+    engine: Any  # a DeepSpeedEngine
     custom_loss_scaler = False  # the engine scales the loss itself
     external_loss_scale = torch_autocast_gradscaler = None
 
@@ -56,12 +57,11 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
         """`engine.step()`, except that the schedule does not advance. Fabric calls it. Raises ValueError for a closure."""
         if closure is not None:
             raise ValueError("optimizer.step(closure=): the loss is computed before; call the closure, then step() without one")
-        engine, schedule = self.engine, self.engine.lr_scheduler
-        engine.lr_scheduler = None
+        self.engine.steps_schedule = False
         try:
-            engine.step()
+            self.engine.step()
         finally:
-            engine.lr_scheduler = schedule
+            self.engine.steps_schedule = True
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
