@@ -31,7 +31,6 @@ from slipstream.inference.server import Router  # noqa: E402
 from slipstream.inference.server import generation as generation_module  # noqa: E402
 from slipstream.inference.server.generation import Compiling, Mailbox, Unread, Work  # noqa: E402
 from slipstream.inference.server.generation import running as generation  # noqa: E402
-from slipstream.inference.text import Tokenizer  # noqa: E402
 from tests.inference.test_replicas import Shared  # noqa: E402
 from tests.inference.test_server import USER, call, opening, serving, until  # noqa: E402
 from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, running, wait  # noqa: E402
@@ -99,7 +98,8 @@ def test_fields_of_vllm_that_forbid_and_cut() -> None:
         [choice] = answer(allowed_token_ids=[*b"abc"])["choices"]
         first = choice["text"]
         assert len(first) == 9 and set(first) <= set("abc")
-        assert isinstance(tokenizer := engine.tokenizer, Tokenizer)
+        tokenizer = engine.tokenizer
+        assert tokenizer is not None
         tokenizer.backend.add_special_tokens(["<beyond>"])  # the logits; the model never writes it
         with patch.object(tokenizer, "spellings", wraps=tokenizer.spellings) as spelled:
             bad = [first[:3], first[3], "<beyond>", "a<beyond>"]

@@ -176,6 +176,13 @@ class Pause:
     changed: bool = False  # the caller sets it before it overwrites the first weight
 
 
+class _Spelled(NamedTuple):
+    """The latest bad_words, which a request's prompts share."""
+
+    words: tuple[str, ...]
+    tokens: dict[int, list[list[int]]]  # `Request.bad_words`
+
+
 class _EngineState(Enum):
     SERVING = "is serving"
     DEAD = "is dead"
@@ -215,7 +222,7 @@ class Engine:
         open_adapter  reads an adapter, (name, folder) -> `Request.adapter`; or the reason that it cannot. `adapters` are loaded now
         unavailable  if not empty, every request is rejected with this text until a `paused` block succeeds
         """
-        self.runner, self.tokenizer, self._expert_use = runner, tokenizer, expert_use
+        self.runner, self.tokenizer, self._expert_use, self._open_adapter = runner, tokenizer, expert_use, open_adapter
         self.end_ids = frozenset(end_ids) | (frozenset() if tokenizer is None else tokenizer.end_ids)
         self.model_name, self.sampling = model_name, dict(sampling or {})
         self._sampler, self._drafter = Sampler(runner.vocab_size), draft
@@ -240,8 +247,7 @@ class Engine:
         self._outbox: list[tuple[_Sequence, Output]] = []  # to pass to the sinks without the lock
         self._proven = self._process = 0  # a token that was computed lately; the process of the thread
         self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; lets one pause run at a time
-        self._open_adapter, self._adapters = open_adapter, dict[str, Any]()  # by name
-        self._spelled: tuple[tuple[str, ...], dict[int, list[list[int]]]] = (), {}  # the latest bad_words, and their tokens
+        self._adapters, self._spelled = dict[str, Any](), _Spelled((), {})  # adapters by name
         self._meters, self._ids, self._grammars_lock = Meters(), itertools.count(), threading.Lock()
         self._thread: threading.Thread | None = None
         for name, folder in (adapters or {}).items():
@@ -467,14 +473,14 @@ class Engine:
 
     def _spelled_words(self, tokenizer: Tokenizer, words: tuple[str, ...]) -> Mapping[int, Sequence[Sequence[int]]]:
         """`Request.bad_words`, without those that the model cannot write."""
-        given, spelled = self._spelled
-        if given != words:
-            spelled = {}
+        latest = self._spelled
+        if latest.words != words:
+            latest = _Spelled(words, {})
             for word in tokenizer.spellings(words):
                 if max(word) < self.runner.vocab_size:
-                    spelled.setdefault([-1, *word][-2], []).append(word)
-            self._spelled = words, spelled
-        return spelled
+                    latest.tokens.setdefault([-1, *word][-2], []).append(word)
+            self._spelled = latest
+        return latest.tokens
 
     def _check_open(self, *, changing: bool = False) -> None:
         """Raise ClosedError unless requests are accepted. Hold the lock. `changing`: the caller replaces the weights."""
