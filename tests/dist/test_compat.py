@@ -271,7 +271,14 @@ def test_an_engine_that_cannot_be_made_leaves_the_model_in_ranges() -> None:
         model = toy.seeded(toy.Lm)
     with pytest.raises(ValueError, match="gradient_clipping"):
         initialize(model=model, config=toy.settings(3) | {"gradient_cliping": 1.0})
+    if dist.get_rank() == 0:  # all ranks raise
+        model.head.weight.data[0].zero_()
+    for collective in (zero.GatheredParameters(model).__enter__, lambda: initialize(model=model, config=toy.settings(3))):
+        with pytest.raises(RuntimeError, match="a view of it was written on a rank"):
+            collective()
     assert all(held.is_held(param) for param in model.parameters())
+    if dist.get_rank() == 0:
+        model.head.weight.data[0].fill_(float("nan"))  # as before
     with zero.GatheredParameters(model.head.weight):
         assert model.head.weight.std() > 0
     initialize(model=model, config=toy.settings(3))[0].destroy()

@@ -950,15 +950,16 @@ def test_a_model_has_one_engine_after_another(deepspeed: Any, stage: int) -> Non
 
 @pytest.mark.usefixtures("group")
 def test_a_module_of_a_model_in_init_can_be_whole(deepspeed: Any) -> None:
-    inside = deepspeed.zero.partition_parameters
+    inside, utils = deepspeed.zero.partition_parameters, importlib.import_module("deepspeed.runtime.zero.utils")
     with deepspeed.zero.Init():
         inside.shutdown_init_context()
         whole = torch.nn.Linear(4, 4)
+        with deepspeed.zero.Init():
+            assert utils.is_zero_param(torch.nn.Sequential(torch.nn.Linear(2, 2))[0].weight)
         inside.restore_init_context()
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), whole)
         inside.shutdown_init_context()
     inside.restore_init_context()  # of a context that has ended
-    utils = importlib.import_module("deepspeed.runtime.zero.utils")
     assert [utils.is_zero_param(param) for param in model.parameters()] == [True, True, False, False]
     assert utils.apply_to_tensors_only(torch.numel, (model[1].bias, {"a": 3})) == (4, {"a": 3})
     assert not deepspeed.zero.Init.is_open() and not utils.is_zero_param(torch.nn.Linear(2, 2).weight)

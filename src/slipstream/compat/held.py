@@ -99,16 +99,21 @@ def deal(param: nn.Parameter, values: Tensor, group: Any, source: int) -> Tensor
 
 
 def all_gather(param: Any) -> Tensor:
-    """All-gather a held parameter into a new CPU tensor of its shape. Collective. Raises RuntimeError if a view was written."""
-    _refuse_written(param)
+    """All-gather a held parameter into a new CPU tensor of its shape. Collective. Raises as `refuse_written`."""
+    refuse_written([param])
+    return gather(param)
+
+
+def gather(param: Any) -> Tensor:
+    """`all_gather` after `refuse_written`."""
     group = param.ds_process_group
     _, size = _group_rank(group)
     if size == 1:
         return param.ds_tensor.clone().view(param.ds_shape)
     piece = _wire(param.ds_tensor, group)
-    gathered = torch.empty(size * piece.numel(), dtype=torch.uint8, device=piece.device)
-    dist.all_gather(list(gathered.chunk(size)), piece, group=group)
-    return gathered.cpu().view(param.dtype)[: param.ds_numel].view(param.ds_shape)
+    whole = torch.empty(size * piece.numel(), dtype=torch.uint8, device=piece.device)
+    dist.all_gather(list(whole.chunk(size)), piece, group=group)
+    return whole.cpu().view(param.dtype)[: param.ds_numel].view(param.ds_shape)
 
 
 def stored(param: Any) -> tuple[int, Tensor]:
@@ -118,14 +123,34 @@ def stored(param: Any) -> tuple[int, Tensor]:
     return start, param.ds_tensor[: param.ds_numel - start]
 
 
-def _refuse_written(param: Any) -> None:
+def refuse_written(params: Iterable[Any]) -> None:
+    """Raise RuntimeError on all ranks if a rank has written a view of a held parameter. Collective over their groups."""
+    by_group: dict[Any, list[Any]] = {}
+    for param in params:
+        by_group.setdefault(param.ds_process_group, []).append(param)
+    for group, members in by_group.items():
+        first = least_over(next((float(i) for i, param in enumerate(members) if _is_written(param)), math.inf), group)
+        if first < len(members):
+            shape = tuple(members[int(first)].ds_shape)
+            raise RuntimeError(
+                f"a parameter of shape {shape} was sharded by zero.Init, and a view of it was written on a rank, which changed "
+                "nothing; write it inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
+            )
+
+
+def _is_written(param: Any) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         shown = param.detach()[(0,) * param.dim()]
-    if shown.is_floating_point() and not math.isnan(shown):  # the one element over which it is expanded
-        raise RuntimeError(
-            f"a parameter of shape {tuple(param.ds_shape)} was sharded by zero.Init, and a view of it was written, which changed "
-            "nothing; write it inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
-        )
+    return shown.is_floating_point() and not math.isnan(shown)  # the one element over which it is expanded
+
+
+def least_over(value: float, group: Any) -> float:
+    """The least value of a process group's ranks. Collective."""
+    if _group_rank(group)[1] == 1:
+        return value
+    least = torch.tensor([value], device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return float(least)
 
 
 class HeldParameter(nn.Parameter):
@@ -358,8 +383,8 @@ class Init:
     def __enter__(self) -> Init:
         if self.enabled:
             stack = self._stack
-            stack.callback(self._close, Init._open)
-            Init._open = self
+            stack.callback(self._close, Init._open, Init._paused)
+            Init._open, Init._paused = self, None
             stack.callback(register_module_module_registration_hook(self._take_child).remove)
             stack.callback(register_module_parameter_registration_hook(self._take_param).remove)
             stack.callback(register_module_buffer_registration_hook(_own_values).remove)
@@ -373,8 +398,8 @@ class Init:
             self._hold_all()
         self._stack.close()
 
-    def _close(self, outer: Init | None) -> None:
-        Init._open, Init._paused = outer, None
+    def _close(self, outer: Init | None, paused: Init | None) -> None:
+        Init._open, Init._paused = outer, paused
         self._fresh.clear()
 
     def _take_param(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -452,7 +477,7 @@ class _HeldReader:
         self._values = {name: self._value(name).reshape(-1) for name in names}
 
     def _value(self, name: str) -> Tensor:
-        values, form = all_gather(self.named[name]), self._forms.get(name)
+        values, form = gather(self.named[name]), self._forms.get(name)
         return values if form is None else quantize_rows(values, form)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -484,8 +509,7 @@ def _readable(model: nn.Module | None) -> Iterator[None]:
     if model is None or not named:
         yield
         return
-    for param in named.values():
-        _refuse_written(param)
+    refuse_written(named.values())
     reader = _HeldReader(named, model)
     if asked(model) is None:
         supply(model, reader)
@@ -506,8 +530,10 @@ def _readable(model: nn.Module | None) -> Iterator[None]:
 
 def materialize(model: nn.Module) -> None:
     """Turn the model's held parameters into ordinary ones with all values. Collective."""
-    for param in [param for param in model.parameters() if is_held(param)]:
-        values = all_gather(param)
+    params: list[Any] = [param for param in model.parameters() if is_held(param)]
+    refuse_written(params)
+    for param in params:
+        values = gather(param)
         param.__class__ = nn.Parameter
         param.data = values
         remove_attributes([param])

@@ -20,13 +20,15 @@ from torch.utils._pytree import tree_map
 from slipstream.compat.held import (
     Init,
     ZeroParamStatus,
-    all_gather,
     deal,
+    gather,
     hide,
     hold,
     is_held,
     is_zero_param,
+    least_over,
     parameter_ids,
+    refuse_written,
     remove_attributes,
     stored,
 )
@@ -77,8 +79,9 @@ class GatheredParameters:
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
+        refuse_written(self.held_params)
         for param in self.held_params:
-            values = all_gather(param)
+            values = gather(param)
             param.__class__ = nn.Parameter
             param.data = values
             param.ds_status = ZeroParamStatus.AVAILABLE
@@ -168,11 +171,8 @@ def _first_changed(read: Sequence[_GatheredRead]) -> str:
         first = next((float(k) for k, entry in enumerate(group_read) if entry.was_changed()), float("inf"))
         if data is not None:
             first = float(data.exchange(torch.tensor([first], dtype=torch.float64)).min())
-        elif dist.is_initialized():
-            group = group_read[0].param.ds_process_group
-            least = torch.tensor([first], device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-            first = float(least)
+        else:
+            first = least_over(first, group_read[0].param.ds_process_group)
         if first < len(group_read):
             return str(group_read[int(first)])
     return ""
