@@ -259,10 +259,16 @@ def test_a_state_dict_of_released_parameters_has_their_names_and_shapes(tmp_path
         assert all(value.requires_grad for value in engine.module.state_dict(keep_vars=True).values())
     model, weight = engine.module, engine.module.head.weight
     assert model.cpu().to(torch.float32) is model and 0 < weight.partition_numel() < weight.numel()  # as Lightning calls them
+    model.register_buffer("scale", torch.ones(2, dtype=torch.float16))
+    model.score = nn.Linear(2, 2, dtype=torch.float16)
+    score = model.float().score.weight
+    assert model.scale.dtype is score.dtype is torch.float32
+    with pytest.raises(RuntimeError, match=r"to_empty\(\) would lose the weights.*before deepspeed.initialize"):
+        model.to_empty(device="cpu")
     with pytest.raises(RuntimeError, match=r"bfloat16 on parameter .* not gathered here"):
         model.bfloat16()
     engine.destroy()
-    assert model.cpu() is model and not hasattr(weight, "partition_numel")
+    assert model.cpu().to_empty(device="cpu") is model and not hasattr(weight, "partition_numel")
 
 
 @distributed(world_size=2)

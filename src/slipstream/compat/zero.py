@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace, TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -280,7 +280,8 @@ def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
-    yield from ((model, "save_pretrained", _save_pretrained), (model, "_apply", _convert_module))
+    rows = (("save_pretrained", _save_pretrained), ("_apply", _convert_module), ("to_empty", _refuse_empty))
+    yield from ((model, *row) for row in rows)
     yield from ((module, "_save_to_state_dict", _save_values) for module in model.modules())
 
 
@@ -317,13 +318,25 @@ def hide_ranges(engine: Engine) -> None:
             vars(param).pop("ds_tensor", None)
 
 
-def _convert_module(apply: Any, function: Callable[[Tensor], Tensor], *args: Any) -> nn.Module:
-    """`module.cpu()`, `to()` and others, which Lightning calls around each run: an engine's parameters stay where they are.
-    A change of their dtype raises."""
+def _convert_module(apply: Any, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`module.cpu()`, `to()` and others, which Lightning calls around each run: an engine's parameters stay where they are,
+    buffers and parameters of no engine change. A change of an engine's dtype raises."""
     module: nn.Module = apply.__self__
     dtypes = {param.dtype for param in module.parameters() if is_zero_param(param)}
-    stays = dtypes and all(function(torch.empty(0, dtype=dtype)).dtype == dtype for dtype in dtypes)
-    return module if stays else apply(function, *args)
+    if any(function(torch.empty(0, dtype=dtype)).dtype != dtype for dtype in dtypes):
+        return cast(nn.Module, apply(function, recurse))
+    others = [param for param in module.parameters(recurse) if not is_zero_param(param)]
+    grads = [param.grad for param in others if param.grad is not None]
+    for tensor in (*others, *grads, *module.buffers(recurse)):
+        tensor.data = function(tensor.data)
+    return module
+
+
+def _refuse_empty(empty: Any, **kwargs: Any) -> nn.Module:
+    raise RuntimeError(
+        "to_empty() would lose the weights, of which an engine of ZeRO stage 3 stores this rank's shards; call it before "
+        "deepspeed.initialize() or after engine.destroy()"
+    )
 
 
 def _partition_numel(param: Any) -> int:
