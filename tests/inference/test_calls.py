@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from itertools import groupby
 from typing import Any
 
@@ -151,12 +152,53 @@ def test_forms_of_templates(template: str, text: str) -> None:
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
         ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, "12", 12),
         ({"anyOf": 5, "type": 5}, "{1, 2}", "{1, 2}"),
+        ({"type": "number"}, "NaN", "NaN"),  # not JSON
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "string"}, "use <parameter=c> like <b>", "use <parameter=c> like <b>"),
     ],
 )
 def test_values_of_qwen_coder_have_the_types_of_their_schemas(schema: Any, text: str, value: Any) -> None:
     finder = CallFinder({"add": {"properties": {"a": schema}}}, None, form_of("<function="))
     [(_, arguments)] = finder.push(f"<tool_call><function=add><parameter=a>{text}</parameter></function></tool_call>", last=True)
     assert json.loads(arguments) == {"a": value}
+
+
+ADDED = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "num_calls"),
+    [
+        (f"{ADDED} Done.", " Done.", 1),
+        (f"{ADDED}\n{ADDED}\n</tool_call>\nDone.", "\nDone.", 2),
+        (f"I use `<function=example>`.\n<tool_call>{ADDED}</tool_call> Done.", "I use `<function=example>`. Done.", 1),
+        (ADDED.replace("add", "other") + " Done.", ADDED.replace("add", "other") + " Done.", 0),
+    ],
+)
+def test_qwen_coder_without_the_outer_marks(text: str, content: str, num_calls: int) -> None:
+    for size in (1, 3, 1000):
+        finder, found = CallFinder({"add": None}, None, form_of("<function=")), list[str | Call]()
+        for start in range(0, len(text), size):
+            found += finder.push(text[start : start + size], last=False)
+        assert split(found + finder.push("", last=True)) == (content, [("add", '{"a": 1}')] * num_calls), size
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("<function=", "<function=" * 20_000),
+        ("<function=", "<tool_call><function=add>" + "<parameter=" * 20_000),
+        ("<function=", f"<tool_call><function=add><parameter=a>[{'[], ' * 200_000}None]"),
+        (mark("sep"), mark("calls begin") + f"{mark('call begin')}add{mark('sep')}" * 4_000),
+        (mark("sep"), f"{mark('calls begin')}{mark('call begin')}add{mark('sep')}{' ' * 40_000}x"),
+        ("<tool_call>", "<tool_call>" + "1 " * 100_000),
+    ],
+)
+def test_reading_takes_linear_time(template: str, text: str) -> None:
+    """The server reads on its event loop. Quadratic time takes seconds here."""
+    began = time.process_time()
+    CallFinder({"add": None}, None, form_of(template)).push(text, last=True)
+    assert time.process_time() - began < 0.7
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The tool-call parser for tool_choice "auto": finds calls in a model's output while it streams.
 
 A `CallForm` describes how a family of models writes calls; the chat template shows which one it is (`form_of`). Output that
-consists only of JSON, {"name": ..., "arguments": {...}} or a list of these, is a call in every form. Anything else stays text.
+begins with JSON, {"name": ..., "arguments": {...}} or a list of these, is a call in every form; what follows is dropped. Anything
+else stays text. Reading takes time linear in the output's length, because it holds up the server's other requests.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from typing import Any, NamedTuple
 Call = tuple[str, str]  # function, arguments as JSON
 Functions = Mapping[str, Any]  # the functions that may be called: name -> JSON schema of the arguments
 
+MAX_LITERAL = 10_000  # characters of a value that is read as Python's, which takes almost a kilobyte a character
+
 
 class CallForm(NamedTuple):
     """`open` begins calls, `close` ends them ("": the end of the output), `read` returns the calls between them, or none. `begin`
-    (with {} for the function's name) and `end` surround the arguments of one call in a grammar ("": it has none). `inner` is what
-    a call begins with if the model forgets `open`."""
+    (with {} for the function's name) and `end` surround the arguments of one call in a grammar ("": it has none). `inner` are the
+    marks around a call within `open` and `close`, which models forget."""
 
     open: str
     close: str
     read: Callable[[str, Functions], list[Call]]
     begin: str = ""
     end: str = ""
-    inner: str = ""
+    inner: tuple[str, str] = ("", "")
 
 
 class CallFinder:
@@ -56,7 +59,7 @@ class CallFinder:
         # Hold back an incomplete call, a suffix that may begin one, and the white space before a call or after the last.
         end = self._text.find(opening) if opening else len(self._text)
         if not (opening or last):
-            end -= max(overlap(self._text, mark) for mark in (self.form.open, self.form.inner))
+            end -= max(overlap(self._text, mark) for mark in (self.form.open, self.form.inner[0]))
         if not last or self.num_calls:
             end = len(self._text[:end].rstrip())
         found.append(self._text[:end])
@@ -65,18 +68,36 @@ class CallFinder:
 
     def _opening(self) -> str:
         """The mark that begins the first call of the text; "" if none does."""
-        places = {self._text.find(mark): mark for mark in (self.form.inner, self.form.open) if mark and mark in self._text}
+        places = {self._text.find(mark): mark for mark in (self.form.inner[0], self.form.open) if mark and mark in self._text}
         return places[min(places)] if places else ""
 
     def _take(self, opening: str, last: bool) -> list[str | Call]:
         """Remove the text up to the end of the call that `opening` begins, and return its parts; none if the call is incomplete."""
+        if opening != self.form.open:
+            return self._take_inner(last)
         before, _, after = self._text.partition(opening)
         body, closing, after = after.partition(self.form.close) if self.form.close else (after, "", "")
         if not (closing or last):  # models forget to close the last one
             return []
         self._text = after
-        calls = self.form.read(body if opening == self.form.open else opening + body, self.functions)
+        calls = self.form.read(body, self.functions)
         return [before.rstrip() if calls else before + opening + body + closing, *self._count(calls)]
+
+    def _take_inner(self, last: bool) -> list[str | Call]:
+        """As `_take`, for a call without `open`. It may have `close`, which is removed, too."""
+        opening, ending = self.form.inner
+        before, _, after = self._text.partition(opening)
+        body, closing, after = after.partition(ending)
+        text, rest, calls = before + opening + body + closing, after.lstrip(), list[Call]()
+        if self.form.open in body:  # another call begins before this one ends: the text only mentions the mark
+            text = text[: text.find(self.form.open, len(before))].rstrip()
+        elif not last and rest != self.form.close and self.form.close.startswith(rest):
+            return []
+        else:
+            calls = self.form.read(opening + body, self.functions)
+        found = calls and rest.startswith(self.form.close)
+        self._text = rest.removeprefix(self.form.close) if found else self._text[len(text) :]
+        return [before.rstrip() if calls else text, *self._count(calls)]
 
     def _count(self, calls: list[Call]) -> list[Call]:
         if self.max_calls is not None:
@@ -162,7 +183,8 @@ def _values(text: str) -> Iterator[Any]:
                 raise
             return
         yield value
-        place += len(text[place:]) - len(text[place:].lstrip("; \t\r\n"))
+        while place < len(text) and text[place] in "; \t\r\n":
+            place += 1
 
 
 def _read_mistral(text: str, functions: Functions) -> list[Call]:
@@ -176,21 +198,25 @@ def _read_mistral(text: str, functions: Functions) -> list[Call]:
 _CALLS, _END_CALLS, _CALL, _SEP, _END_CALL = (
     f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end")
 )
-_DEEPSEEK = re.compile(rf"{_CALL}(?:function{_SEP})?([\w-]+)(?:{_SEP}|\s*```json\s)(.*?)(?:\s*```)?\s*{_END_CALL}", re.DOTALL)
+_DEEPSEEK = re.compile(rf"(?:function{_SEP})?([\w-]+)(?:{_SEP}|\s*```json\s)(.*?){_END_CALL}", re.DOTALL)
 
 
 def _read_deepseek(text: str, functions: Functions) -> list[Call]:
-    return _checked([(call[1], call[2]) for call in _DEEPSEEK.finditer(text)], functions)
+    calls = map(_DEEPSEEK.match, text.split(_CALL)[1:])
+    return _checked([(call[1], call[2].rstrip().removesuffix("```")) for call in calls if call], functions)
+
+
+_PARAMETER = re.compile(r"<parameter=([^<>\n]{1,128})>\n?(.*?)\n?(?:</parameter>|(?=^<parameter=)|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def _read_qwen_coder(text: str, functions: Functions) -> list[Call]:
     """<function=NAME><parameter=KEY>VALUE</parameter></function>. A value is JSON, or Python's as models also write it, unless its
-    schema says that it is text. Models forget </parameter>."""
+    schema says that it is text. Models forget </parameter>, but begin the next parameter in a line of its own."""
     calls = []
-    for call in re.finditer(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", text, re.DOTALL):
+    for call in re.finditer(r"<function=([^<>\n]{1,128})>(.*?)(?:</function>|$)", text, re.DOTALL):
         arguments: dict[str, Any] = {}
         properties = ((functions.get(call[1]) or {}).get("properties")) or {}
-        for name, value in re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", call[2], re.DOTALL):
+        for name, value in _PARAMETER.findall(call[2]):
             arguments[name] = _value(value, properties.get(name))
         calls.append((call[1], json.dumps(arguments)))
     return calls if all(name in functions for name, _ in calls) else []
@@ -200,9 +226,9 @@ def _value(text: str, schema: Any) -> Any:
     kinds = _kinds(schema)
     if "string" in kinds and not (text == "null" and "null" in kinds):
         return text
-    for read in (json.loads, ast.literal_eval):
+    for read in (json.loads, ast.literal_eval)[: 1 + (len(text) <= MAX_LITERAL)]:
         with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            return json.loads(json.dumps(read(text)))
+            return json.loads(json.dumps(read(text), allow_nan=False))
     return text  # though its schema does not say so
 
 
@@ -231,7 +257,7 @@ def _checked(calls: list[Call], functions: Functions) -> list[Call]:
 _HERMES = '<tool_call>\n{"name": "{}", "arguments": '
 # (text in a chat template, the form of its calls); the first match decides. The last is Hermes', Qwen's and SmolLM2's.
 FORMS: tuple[tuple[str, CallForm], ...] = (
-    ("<function=", CallForm("<tool_call>", "</tool_call>", _read_qwen_coder, inner="<function=")),
+    ("<function=", CallForm("<tool_call>", "</tool_call>", _read_qwen_coder, inner=("<function=", "</function>"))),
     (
         f"{_SEP}' + tool['function']['name'] + '\\n' + '```json",
         CallForm(
