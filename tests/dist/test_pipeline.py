@@ -18,7 +18,7 @@ from slipstream.parallel.layers import LayerSpec, TiedLayerSpec
 from slipstream.parallel.mail import PairMail
 from slipstream.parallel.module import DualPipeVModule, PipelineError, PipelineModule
 from slipstream.parallel.topology import PipeModelDataParallelTopology, ProcessTopology
-from slipstream.train import handover, pipeline
+from slipstream.train import changes, handover, pipeline
 from slipstream.world.watch import PeerError
 from tests import cases, probe, toy
 from tests.dist.test_axes import Enter, Leave
@@ -178,6 +178,17 @@ def test_mail_as_between_gpus_has_the_bits_of_one_stage() -> None:
     with pytest.MonkeyPatch.context() as patch:  # the ranks run other tests later
         patch.setattr(pipeline, "connect_mail", connect)
         same_bits("gloo", "fp32", 1, dp=1, num_stages=2, schedules=SCHEDULES)
+
+
+@distributed(world_size=2)
+def test_a_leaf_class_of_another_stage_is_not_missing() -> None:
+    warned: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(changes.logger, "warning", lambda text, rule, wanted: warned.append(wanted))
+        zero = {"stage": 1, "leaf_module": {"classes": ["LayerNorm", "Missing"]}}
+        stages = PipelineModule([LayerSpec(nn.Linear, DIM, DIM), LayerSpec(Block)], num_stages=2, loss_fn=mse_loss)
+        make(stages, 1, "shared", zero_optimization=zero).destroy()
+    assert warned == ["Missing"]
 
 
 @pytest.mark.slow

@@ -71,11 +71,15 @@ def _quantize(model: nn.Module, plan: Plan) -> None:
             module.dtype = plan.precision.param_dtype
 
 
-def _mark_leaves(model: nn.Module, plan: Plan) -> None:
-    for rule in LEAF_RULES:
-        chosen = mark_leaves(model, rule, getattr(plan.zero, f"leaf_{rule}"))
-        if missing := [wanted for wanted, modules in chosen.items() if not modules]:
-            logger.warning("zero_optimization.leaf_module.%s: no module of the model matches %s", rule, ", ".join(missing))
+def _mark_leaves(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:
+    chosen = {rule: mark_leaves(model, rule, getattr(plan.zero, f"leaf_{rule}")) for rule in LEAF_RULES}
+    missing = {(rule, wanted) for rule, found in chosen.items() for wanted, modules in found.items() if not modules}
+
+    def connect(engine: Engine) -> None:
+        for rule, wanted in sorted(set.intersection(*engine.mesh.pp.gather(missing))):  # a stage has only its own layers
+            logger.warning("zero_optimization.leaf_module.%s: no module of the model matches %s", rule, wanted)
+
+    return connect
 
 
 def _fuse_layers(model: nn.Module, plan: Plan) -> None:
