@@ -391,6 +391,9 @@ def test_a_schedule_of_epochs_needs_them_at_each_step(deepspeed: Any) -> None:
     """Without them, nothing is updated. Slipstream's own engine, which cannot pass them, refuses the schedule at once."""
     with pytest.raises(ValueError, match=r"Epochs, whose step\(\) needs epoch, which the engine cannot pass: build it"):
         initialize(model=toy.seeded(toy.Lm), lr_scheduler=Epochs, config=toy.settings(0))
+    stages = deepspeed.PipelineModule([torch.nn.Linear(2, 2)], num_stages=1, loss_fn=torch.nn.MSELoss())
+    with pytest.raises(ValueError, match=r"Epochs, whose step\(\) needs epoch, which train_batch\(\) cannot pass: build it"):
+        deepspeed.initialize(model=stages, lr_scheduler=Epochs, config=toy.settings(0))
     engine, _, _, schedule = deepspeed.initialize(model=toy.seeded(toy.Lm), lr_scheduler=Epochs, config=toy.settings(0))
     engine.backward(engine(toy.tokens(0, 0)))
     with pytest.raises(ValueError, match=r"Epochs, whose step\(\) needs epoch, which engine.step\(\) did not get: pass"):

@@ -58,6 +58,7 @@ from slipstream.train.pipeline import agree_on_kinds, kept, pipeline_engine, pre
 from slipstream.train.precision import Precision, buffer_rule
 from slipstream.train.progress import log_layout, log_plan
 from slipstream.train.recipe import CODE_BITS, build_optimizer, mark_kinds, recipe_of, scheduler_of, warn_of_frozen
+from slipstream.train.schedules import check_step
 from slipstream.train.states import States
 from slipstream.world import brief
 from slipstream.world.join import init_distributed, local_device, local_world_size
@@ -145,6 +146,8 @@ def initialize(
     values = _first_values(model, mesh, device)
     inner, rule = build_optimizer(named, model, optimizer, model_parameters)
     scheduler = scaled_schedule(plan, loader, scheduler_of(plan, lr_scheduler, inner), inner)
+    if scheduler is not None and isinstance(model, PipelineModule | PipelinedDecoder):
+        check_step(scheduler, "which train_batch() cannot pass:")
     check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.world, part)
     # one rank of a replica may have the data and send them to the others
     check_alike_on(facts_of_data(loader), mesh.world, (part, loader is None))
