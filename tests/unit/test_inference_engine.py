@@ -185,6 +185,24 @@ def test_a_setting_is_refused_by_the_name_that_it_was_given() -> None:
         _sampling(None, 1, {"min_new_tokens": 300})
 
 
+def test_a_budget_of_reasoning_is_for_what_follows_the_prompt() -> None:
+    """The prompt's end says whether it is reasoning; marks within it, as in a file that a user shows, say nothing."""
+    runner, tokenizer, spent = HashRunner(), byte_tokenizer(), SamplingParams(temperature=0, thinking_token_budget=0)
+    tokenizer.backend.add_special_tokens(["<think>", "</think>"])
+    engine = Engine(runner, tokenizer)
+    with pytest.raises(ValueError, match=r"has <think> and </think>, or \[THINK\] and \[/THINK\], each one token"):
+        engine.submit("a", spent, sink=Answer())
+    tokenizer.templates["default"] = "{{ messages }}</think>"
+    with pytest.raises(ValueError, match="needs marks of reasoning that are of the model's tokens, 0 to 256"):
+        engine.submit("a", spent, sink=Answer())
+    runner.vocab_size = END + 3
+    with running(runner) as engine:
+        engine.tokenizer = tokenizer
+        for prompt, begun in (("a<think>", True), ("a<think>\n\n", True), ("<think>a", False), ("<think></think>\n", False)):
+            first = wait(ask(engine, prompt, spent)).ids()[0]
+            assert (first == END + 2) is begun, prompt
+
+
 def test_settings_are_taken_in_the_forms_that_callers_have() -> None:
     plain = {"max_tokens": 8, "seed": 3, "top_k": 20, "logit_bias": {98: 1.5}, "stop": ("ab",), "stop_token_ids": (99,)}
     forms = {name: numpy.int64(value) for name, value in plain.items() if isinstance(value, int)}  # type: ignore[call-overload]

@@ -254,15 +254,20 @@ def test_words_and_reasoning_that_must_not_go_on() -> None:
     def token(draft: tuple[int, ...] = (), mask: Tensor | None = None, **fields: Any) -> int:
         budget = {"thinking_token_budget": 2} if "thought_marks" in fields else {"bad_words": ("x",)}
         req = Request(id="r", tokens=[0, 1], params=SamplingParams(temperature=0, **budget), **fields)
-        req.tokens += [5] if draft else []
+        for one in (5,) if draft else ():
+            req.append(one)
         return sampler.sample(logits, [LogitsRow(req, draft, mask)])[0].token
 
     words = {"bad_words": {-1: [[0], [3]], 6: [[5, 6, 1]], 1: [[0, 1, 2]]}}
     assert [token(**words), token(draft=(6,), **words), token(draft=(6, 6), **words)] == [1, 2, 1]
-    begun, not_begun = {"thought_marks": (1, 50)}, {"thought_marks": (5, 50)}
+    begun, not_begun = {"thought_marks": (1, 50), "opened": 2}, {"thought_marks": (5, 50)}
     assert [token(draft, **begun) for draft in ((), (6,), (50,), (50, 1), (50, 1, 6, 6), (1, 6))] == [0, 50, 0, 0, 50, 50]
     assert [token(draft, **not_begun) for draft in ((), (6,), (6, 6), (6, 6, 6))] == [0, 0, 50, 50]
     assert token((6,), bitmask([8]), **begun) == 8, "a grammar decides where the mark may be"
+    closed = Request(id="r", tokens=[0, 1], params=SamplingParams(temperature=0, thinking_token_budget=2), **begun)
+    assert not closed.is_plain, "it reasons"
+    closed.append(50)
+    assert sampler.draws([closed], 4).ends.tolist() == [1], "several steps in one call, to the next mark"
 
 
 def test_a_row_without_a_possible_token_has_none() -> None:

@@ -146,9 +146,9 @@ class SamplingParams:
         return self.json_schema is not None or self.grammar is not None
 
     def edits(self, number: int) -> bool:
-        """Whether settings beside the filters change the logits of generated token `number`."""
+        """Whether settings beside the filters and the budget of reasoning change the logits of generated token `number`."""
         penalized = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        forbids = bool(self.bad_words) or self.allowed_token_ids is not None or self.thinking_token_budget is not None
+        forbids = bool(self.bad_words) or self.allowed_token_ids is not None
         return penalized or forbids or bool(self.logit_bias) or number < self.min_tokens
 
 
@@ -192,6 +192,7 @@ class Request:
     elsewhere: int = 0  # tokens that the tenant got from other engines while another tenant had requests at this engine
     bad_words: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)  # last token but one, or -1 -> tokens of words
     thought_marks: tuple[int, int] = (-1, -1)  # the tokens that open and close reasoning, for params.thinking_token_budget
+    opened: int = -1  # the number of tokens before the reasoning that is not closed; -1: there is none
     adapter: Any = None  # the adapter that the runner applies (`adapters.Packed`)
     arrival: float = 0.0  # seconds, of one clock for all requests
     seed: int = 0  # params.seed, or a random one
@@ -210,6 +211,18 @@ class Request:
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        self.opened = self.opened_after([token])
+        self.tokens.append(token)
+
+    def opened_after(self, more: Sequence[int]) -> int:
+        """`opened` once `more` tokens are generated."""
+        opened, (opening, closing) = self.opened, self.thought_marks
+        for place, token in enumerate(more, len(self.tokens) + 1):
+            opened = place if token == opening and opened < 0 else -1 if token == closing else opened
+        return opened
+
     @property
     def deadline(self) -> float:
         """When its next token is due by the target; infinite without a target."""
@@ -220,8 +233,12 @@ class Request:
     @property
     def is_plain(self) -> bool:
         """Whether logits, settings and seed alone determine its next tokens, and only tokens are requested."""
-        params = self.params
-        return not (params.edits(self.num_generated) or params.constrained) and params.logprobs is None
+        return not (self.edits() or self.params.constrained) and self.params.logprobs is None
+
+    def edits(self, draft: Sequence[int] = ()) -> bool:
+        """Whether settings beside the filters change the logits after `draft`."""
+        reasons = self.params.thinking_token_budget is not None and (self.opened >= 0 or self.thought_marks[0] in draft)
+        return reasons or self.params.edits(self.num_generated + len(draft))
 
 
 class Chunk(NamedTuple):

@@ -468,7 +468,11 @@ class Engine:
         if self.tokenizer is not None and params.bad_words:
             fields["bad_words"] = self._spelled_words(self.tokenizer, params.bad_words)
         if self.tokenizer is not None and params.thinking_token_budget is not None:
-            fields["thought_marks"] = self.tokenizer.thought_marks
+            fields["thought_marks"] = marks = self.tokenizer.thought_marks
+            if max(marks) >= self.runner.vocab_size:
+                last = self.runner.vocab_size - 1
+                raise ValueError(f"thinking_token_budget needs marks of reasoning that are of the model's tokens, 0 to {last}")
+            fields["opened"] = len(ids) if self.tokenizer.opens_thought(ids) else -1
         return fields
 
     def _spelled_words(self, tokenizer: Tokenizer, words: tuple[str, ...]) -> Mapping[int, Sequence[Sequence[int]]]:

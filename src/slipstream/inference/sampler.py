@@ -75,7 +75,7 @@ class Draws(NamedTuple):
 
     rows: ctypes.Array[_Sampling]  # of the first step
     uniforms: array[float]  # [steps][rows]
-    ends: array[int]  # the end tokens of all rows, one after the other
+    ends: array[int]  # the tokens of all rows after which there is no further step, one row after the other
     first_end: array[int]  # [rows + 1]
 
 
@@ -128,12 +128,10 @@ class _Edits:
         self._tokens: Ids = np.empty(vocab_size if self._penalized else 0, np.int64)  # memory pages are allocated as it fills
         self._tokens[: len(distinct)] = [*distinct]
         self._counts: Ids = np.zeros(len(self._tokens), np.int64)  # how often each was generated
-        self._budget, (self._opening, self._closing) = params.thinking_token_budget, request.thought_marks
         allowed = params.allowed_token_ids
         others: Ids = np.delete(np.arange(vocab_size if allowed else 0), list(allowed or ()))
         words = np.array([token for [token] in request.bad_words.get(-1, ())], np.int64)
         self._never = np.concatenate([others, words])
-        self._read, self._opened = 0, -1  # tokens searched for the marks of reasoning, and where it began; -1: it is closed
 
     def apply(self, logits: Floats, row: LogitsRow) -> list[tuple[Ids, Floats]]:
         """Change the logits in place. Returns the changed tokens and their previous logits, in order."""
@@ -156,7 +154,7 @@ class _Edits:
         if _number(row) < row.request.params.min_tokens and not self._must_end(row.mask, len(logits)):
             forbidden.append(self._ends)
         if self._must_close(row):
-            forbidden.append(np.delete(np.arange(len(logits)), self._closing))
+            forbidden.append(np.delete(np.arange(len(logits)), row.request.thought_marks[1]))
         for ids in forbidden:
             before.append((ids, logits[ids]))
             logits[ids] = -np.inf
@@ -173,19 +171,12 @@ class _Edits:
 
     def _must_close(self, row: LogitsRow) -> bool:
         """Whether the reasoning has used its budget. Inside a character, a grammar does not allow the closing mark yet."""
-        if self._budget is None:
+        request, budget = row.request, row.request.params.thinking_token_budget
+        if budget is None or (opened := request.opened_after(row.draft)) < 0:
             return False
-        tokens = row.request.tokens
-        self._opened, self._read = self._reasons_from(tokens[self._read :], self._read, self._opened), len(tokens)
-        opened = self._reasons_from(row.draft, len(tokens), self._opened)
-        spent = opened >= 0 and len(tokens) + len(row.draft) - opened >= self._budget
-        return spent and (row.mask is None or bool(int(row.mask[self._closing // 32]) >> self._closing % 32 & 1))
-
-    def _reasons_from(self, tokens: Sequence[int], start: int, opened: int) -> int:
-        """Where the reasoning that is not closed after `tokens`, which begin at position `start`, began; -1: there is none."""
-        for place, token in enumerate(tokens, start + 1):
-            opened = place if token == self._opening and opened < 0 else -1 if token == self._closing else opened
-        return opened
+        closing = request.thought_marks[1]
+        spent = len(request.tokens) + len(row.draft) - opened >= budget
+        return spent and (row.mask is None or bool(int(row.mask[closing // 32]) >> closing % 32 & 1))
 
     def _must_end(self, mask: Tensor | None, vocab_size: int) -> bool:
         """Whether the mask allows only end tokens, as after complete JSON; this overrides min_tokens."""
@@ -263,7 +254,7 @@ class Sampler:
             _fill(rows[index], LogitsRow(request), self.vocab_size)
             for step in range(steps if request.params.temperature > 0 else 0):
                 uniforms[step * len(requests) + index] = uniform(request.seed, request.num_generated + step)
-        ends = [sorted(request.end_ids) for request in requests]
+        ends = [sorted({*request.end_ids, request.thought_marks[0]}) for request in requests]  # reasoning needs the budget's edits
         return Draws(rows, uniforms, array("i", chain(*ends)), array("i", accumulate(map(len, ends), initial=0)))
 
     def score(self, logits: Tensor | Floats, tokens: Sequence[int], num: int) -> list[Sampled]:
@@ -276,7 +267,7 @@ class Sampler:
         edited: list[tuple[Floats, list[tuple[Ids, Floats]]]] = []
         try:
             for raw, row in zip(logits, rows, strict=True):
-                if row.request.params.edits(_number(row)):
+                if row.request.edits(row.draft):
                     edited.append((raw, self._edit(raw, row)))
             if self._kernel is not None:
                 return self._kernel(logits, rows)
@@ -325,7 +316,7 @@ def _mix(x: int) -> int:
 def _is_plain(row: LogitsRow) -> bool:
     """Whether the row needs only an argmax."""
     params = row.request.params
-    return params.temperature == 0 and params.logprobs is None and row.mask is None and not params.edits(_number(row))
+    return params.temperature == 0 and params.logprobs is None and row.mask is None and not row.request.edits(row.draft)
 
 
 def _number(row: LogitsRow) -> int:

@@ -652,7 +652,7 @@ class Scheduler:
         params, before, reason = request.params, request.num_computed, None
         was_long, salt = self._is_long(request), self._salt(request)
         for token in accepted:
-            request.tokens.append(token)
+            request.append(token)
             if token in request.end_ids:
                 reason = Finish.STOP
             elif request.num_generated == params.max_tokens or len(request.tokens) == self.max_context:

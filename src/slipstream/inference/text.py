@@ -255,12 +255,16 @@ class Tokenizer:
     @property
     def thought_marks(self) -> tuple[int, int]:
         """The tokens that open and close the model's reasoning. Raises ValueError if there are none."""
-        marks = reasoning_marks(self.template) or MARKS[0]
-        if not self.marks.keys() >= set(marks):
-            raise ValueError(
-                f"thinking_token_budget needs a model whose chat template has {marks[0]} and {marks[1]}, each one token"
-            )
+        marks = reasoning_marks(self.template)
+        if marks is None or not self.marks.keys() >= set(marks):
+            either = ", or ".join(map(" and ".join, MARKS))
+            raise ValueError(f"thinking_token_budget needs a model whose chat template has {either}, each one token")
         return self.marks[marks[0]], self.marks[marks[1]]
+
+    def opens_thought(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt ends with the mark that opens the model's reasoning, apart from white space."""
+        marks = reasoning_marks(self.template)
+        return marks is not None and self.decode(ids[-4:], skip_special=False).rstrip().endswith(marks[0])
 
     def spellings(self, words: Iterable[str]) -> list[list[int]]:
         """The tokens of each word at the beginning of a text, and after a space if that changes only the first, as in vLLM's
