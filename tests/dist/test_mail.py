@@ -91,6 +91,21 @@ def test_a_stage_between_others_has_more_neighbors_than_they(transport: str) -> 
             same(mail.receive(KEYS[2], 1), tree(3))
 
 
+@distributed(world_size=4)
+def test_the_host_group_of_an_axis_whose_group_is_of_gpus_has_its_ranks() -> None:
+    """Also if a rank has more groups than the others, as `deepspeed.utils.groups` makes them."""
+    mesh = build_mesh(pp=2)
+    if mesh.rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        group = mesh.pp.host_group()
+        assert group is mesh.pp.host_group() is not mesh.pp.group
+    index = torch.tensor([mesh.rank])
+    dist.all_reduce(index, group=group)
+    assert index == sum(mesh.pp.ranks)
+
+
 @distributed(world_size=2)
 def test_messages_of_many_tensors_are_not_taken_for_those_of_another_key() -> None:
     """Over gloo, where tags tell them apart."""
