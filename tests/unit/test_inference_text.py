@@ -271,6 +271,8 @@ def test_a_gguf_file() -> None:
 
 def test_gguf_tokenizers_agree_with_transformers() -> None:
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    if not hasattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS"):
+        pytest.skip("transformers 5.17 has no such converter")
 
     def convert(metadata: dict[str, Any]) -> Backend:
         names = mapping.GGUF_TOKENIZER_MAPPING["tokenizer"]
