@@ -55,6 +55,9 @@ class FakeTokenizer:
     def encode(self, text: str, *, special: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(text.encode())
 
+    def cut(self, text: str, most: int, side: str, *, special: bool) -> list[int]:
+        return list(text.encode())[-most:] if side == "left" else list(text.encode())[:most]
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 

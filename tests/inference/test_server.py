@@ -426,6 +426,7 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"bad_words": ["x" * 257]}, "bad_words", "of at most 256 characters"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "at least one token"),
         ({"truncate_prompt_tokens": 4090}, "truncate_prompt_tokens", "is 4090; it must be -1, or 1 to 4046, .* for 50 more"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 4096}, "max_tokens", "is 4096, which leaves none for the prompt"),
         ({"min_tokens": 60}, "min_tokens", "more than max_tokens"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),

@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 from slipstream.inference.server.chat import ChatRequest  # noqa: E402
-from tests.inference.fake_engine import FakeEngine, FakeTokenizer  # noqa: E402
+from tests.inference.fake_engine import FakeEngine, FakeTokenizer, Handle  # noqa: E402
 from tests.inference.test_server import CHAT, COMPLETIONS, OTHER, STRICT, TOOL, USER, call, client, post, serving  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -291,6 +291,7 @@ def test_each_chunk_of_a_stream_may_state_its_usage(address: str, path: str) -> 
         for index in (0, 1):
             usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
             counts = [(one["completion_tokens"], one["total_tokens"] - prompt) for one in usages if one]
+            assert not any("completion_tokens_details" in one or "prompt_tokens_details" in one for one in usages if one)
             assert sorted({*counts}) == ([(num, num) for num in (1, 2, 3, 4)] if each else []) and counts == sorted(counts)
 
 
@@ -359,7 +360,9 @@ def test_tokens(address: str, engine: FakeEngine) -> None:
         assert call(address, "POST", "/tokenize", unread).headers["x-slipstream-ignored"] == "chat_template_kwargs.b"
     with serving(engine, strict_fields=True) as strict:
         error = call(strict, "POST", "/tokenize", unread).error
-    assert (error["param"], error["code"]) == ("chat_template_kwargs.b", "unsupported_parameter")
+        assert (error["param"], error["code"]) == ("chat_template_kwargs.b", "unsupported_parameter")
+        error = sent(strict, "hi", cache_control={"type": "ephemeral"}).error
+        assert (error["param"], error["code"]) == ("cache_control", "unsupported_parameter")
     assert ask("/detokenize", tokens=[104, 195, 169]) == {"prompt": "hé"}
     assert ask("/tokenize", prompt="a", messages=[USER])["error"]["param"] == "prompt"
     assert ask("/tokenize", model="other", prompt="a")["error"]["param"] == "model"
@@ -480,6 +483,7 @@ def test_streamed_events_make_the_response(ai: Any, text: str) -> None:
         ({"input": "x" * 5000}, "input"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"tools": [{"type": "web_search"}, FLAT | {"name": "a b"}]}, "tools.1.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         (
             {"tools": [FLAT], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function"}]}},
@@ -593,14 +597,17 @@ def test_a_conversation_of_anthropic_s_blocks(address: str, engine: FakeEngine) 
         {"role": "system", "content": "Hurry"},
         {"role": "system", "content": "x-anthropic-billing-header: 2"},
         {"role": "assistant", "content": "Well"},
+        {"role": "assistant", "content": "then"},
     ]
     more = {"stop_sequences": ["zz"], "top_k": 3, "temperature": 0.5, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     reply = sent(address, history, tools=[*TOOLS, {"type": "web_search_20250305", "name": "web_search"}], **more)
     assert reply.headers["x-slipstream-ignored"] == "tools.web_search_20250305"
     params, *_ = engine.submitted[-1]
     assert (params.stop, params.top_k, params.temperature, params.thinking_token_budget) == (("zz",), 3, 0.5, 1024)
-    counted = json.loads(sent(address, history, f"{MESSAGES}/count_tokens", tools=TOOLS).body)["input_tokens"]
-    assert counted == len("['add']<system>Hurry<user>use a tool<assistant>Sure.<tool>7<user>and?\nnow<assistant>Well")
+    prompt = "['add']<system>Be kind.\nHurry<user>use a tool<assistant>Sure.<tool>7<user>and?\nnow<assistant>Well\nthen"
+    for fields, num in (({}, len(prompt)), ({"truncate_prompt_tokens": 5}, 5)):
+        reply = sent(address, history, f"{MESSAGES}/count_tokens", tools=TOOLS, system="Be kind.", **fields)
+        assert json.loads(reply.body)["input_tokens"] == num
     for choice in ({"type": "tool", "name": "add"}, {"type": "any", "disable_parallel_tool_use": True}):
         forced = json.loads(sent(address, "x", tools=TOOLS, tool_choice=choice).body)
         assert (forced["content"][0]["input"], forced["stop_reason"]) == ({"a": 7}, "tool_use")
@@ -621,7 +628,8 @@ def test_a_conversation_of_anthropic_s_blocks(address: str, engine: FakeEngine) 
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 9999}, "max_tokens"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "web_search", "name": "x"}, {"name": "a b", "input_schema": {}}]}, "tools.1.name"),
+        ({"tools": [{"name": "a", "input_schema": 5}]}, "tools.0.input_schema"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens"),
     ],
@@ -630,6 +638,15 @@ def test_a_conversation_of_anthropic_s_blocks(address: str, engine: FakeEngine) 
 def test_messages_that_are_not_served(address: str, fields: dict[str, Any], param: str) -> None:
     reply = sent(address, **{"text": "hi", **({"text": fields.pop("messages")} if "messages" in fields else {}), **fields})
     assert (reply.status, reply.error["param"], json.loads(reply.body)["type"]) == (400, param, "error")
+
+
+def test_arguments_that_nest_too_deeply_to_be_read_end_like_truncated_ones(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handle, "says", lambda *_: ["[" * 50_000])
+    message = json.loads(sent(address, "x", tools=TOOLS, tool_choice={"type": "any"}).body)
+    assert message["content"][0]["input"] == {}
+    tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("add", "sub")]
+    [choice] = json.loads(post(address, tools=tools, tool_choice="required").body)["choices"]
+    assert choice["message"]["content"] == "[" * 50_000
 
 
 def test_a_stream_of_messages_that_fails_and_the_key_of_anthropic_s_clients(address: str, engine: FakeEngine) -> None:

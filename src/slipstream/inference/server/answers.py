@@ -150,7 +150,8 @@ class ChoicesFormat(Format):
         if self._generated is None:
             return None
         self._generated[part.index] += len(part.token_ids)
-        return self._usage({0: Usage(len(self.prompts[part.index // self.width]), 0, self._generated[part.index])})
+        prompt, completion = len(self.prompts[part.index // self.width]), 0 if self.silent else self._generated[part.index]
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _usage(self, usages: Mapping[int, Usage]) -> UsageBody:
         """Sum usage over choices. A prompt is counted once."""
@@ -433,7 +434,7 @@ class ChatFormat(ChoicesFormat):
         try:
             call = json.loads(text)
             return "", [(call["name"], json.dumps(call["arguments"]))]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             self._cut.add(index)
             return text, []
 

@@ -19,7 +19,7 @@ class UsageBody(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: TokenCounts
+    prompt_tokens_details: NotRequired[TokenCounts]  # these two not in `continuous_usage_stats`
     completion_tokens_details: NotRequired[ReasoningCounts]  # of a model that reasons
 
 

@@ -22,11 +22,11 @@ from slipstream.inference.server.bodies import CountBody
 from slipstream.inference.server.chat import converted, prepare_converted, rendered, text_of
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.requests import MAX_MESSAGES, CommonFields, Fields
-from slipstream.inference.server.responses import nested, nested_format
+from slipstream.inference.server.responses import fields_of_tools, nested, nested_format
 from slipstream.inference.server.state import Caller, Front, Prepared, Serving
 
 Objects = list[dict[str, JsonValue]]
-_CHAT = {  # a chat request's field -> the field here
+_CHAT = {  # a chat request's field -> the field here; tools' are in `CountRequest.names`
     "messages": "messages",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -64,11 +64,12 @@ class CountRequest(CommonFields):
     def chat(self) -> dict[str, Any]:
         """Convert to the fields of /v1/chat/completions. Raises RequestError."""
         instructions = [self.system, *(one.get("content") for one in self.messages if one.get("role") == "system")]
-        system = "".join(_instructions(one) for one in instructions)
+        system = "\n".join(filter(None, map(_instructions, instructions)))
         messages = [{"role": "system", "content": system}] if system else []
         for number, message in enumerate(self.messages):
             _add_message(messages, message, f"messages.{number}")
-        tools = [nested({**tool, "parameters": tool.get("input_schema")}) for tool in self.tools or () if tool.get("type") in _OWN]
+        own = [(self.tools or ())[index] for index in self.own()]
+        tools = [nested({**tool, "parameters": tool.get("input_schema")}) for tool in own]
         config = self.output_config or OutputConfig()
         chat = {
             **self.shared(),
@@ -97,6 +98,14 @@ class CountRequest(CommonFields):
             case {"type": "tool", "name": str(name)}:
                 return {"type": "function", "function": {"name": name}}
         raise RequestError('tool_choice: must have type "auto", "any", "none", or "tool" and a name', param="tool_choice")
+
+    def own(self) -> list[int]:
+        """The indices of the tools with a schema."""
+        return [index for index, tool in enumerate(self.tools or ()) if tool.get("type") in _OWN]
+
+    def names(self) -> dict[str, str]:
+        """A chat request's field -> the field here."""
+        return _CHAT | fields_of_tools(self.own(), "input_schema")
 
     def hosted(self) -> set[str]:
         """Anthropic's own tools, which have no schema and do not run here."""
@@ -127,14 +136,17 @@ def prepare(server: Serving, request: MessagesRequest, caller: Caller) -> Prepar
             chat["thinking_token_budget"] = budget
         except ValueError:  # the model does not reason
             hosted.add("thinking.budget_tokens")
-    prepared = prepare_converted(server, chat, _CHAT, caller, server.front.ignored(request, hosted))
+    prepared = prepare_converted(server, chat, request.names(), caller, server.front.ignored(request, hosted))
     assert isinstance(prepared.form, ChatFormat)
     return prepared._replace(form=MessagesFormat(prepared.form))
 
 
 def _count(server: Serving, given: CountRequest) -> tuple[CountBody, Sequence[str]]:
-    text, unread = rendered(server, converted(given.chat(), _CHAT))
-    return {"input_tokens": len(server.tokenizer.encode(text, special=False))}, [*unread, *given.hosted()]
+    chat = converted(given.chat(), given.names())
+    text, unread = rendered(server, chat)
+    cut, special = chat.cut(server.engine.max_context, None), bool(chat.add_special_tokens)
+    tokens = server.encode(text, "messages", special=special, cut=cut)
+    return {"input_tokens": len(tokens)}, [*unread, *given.hosted()]
 
 
 count = partial(Front.respond, kind=CountRequest, compute=_count)
@@ -149,8 +161,11 @@ def _add_message(chat: list[dict[str, Any]], message: Mapping[str, Any], place: 
         raise RequestError(f"{place}.content: must be a string or a list of blocks", param=f"{place}.content")
     for number, block in enumerate([{"type": "text", "text": given}] if isinstance(given, str) else given):
         _add_block(chat, texts, rest, block, f"{place}.content.{number}")
-    if chat and chat[-1]["role"] == message.get("role") == "user":  # as in Anthropic's API
-        chat[-1]["content"] = "\n".join([chat[-1]["content"], *texts])
+    last = chat[-1] if chat else {}
+    if last.get("role") == message.get("role") in ("user", "assistant"):  # as in Anthropic's API
+        last["content"] = "\n".join(filter(None, [last["content"], *texts]))
+        for name, value in rest.items():
+            last[name] = last[name] + value if name in last else value
     elif texts or rest or not given:
         chat.append({"role": message.get("role"), "content": "\n".join(texts), **rest})
 
@@ -263,7 +278,7 @@ class MessagesFormat(Format):
             return b""
         self._open = False
         if self._blocks[-1]["type"] == "tool_use":
-            with suppress(ValueError):  # max_tokens cut it off
+            with suppress(ValueError, RecursionError):  # max_tokens cut it off
                 self._blocks[-1]["input"] = json.loads(self._arguments)
         return _event("content_block_stop", index=len(self._blocks) - 1)
 

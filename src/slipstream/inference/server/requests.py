@@ -80,20 +80,20 @@ class Fields(BaseModel):
 
     labels: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # fields without effect -> values that request nothing
 
-    def ignored(self, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-        """Yield the paths of all fields that have no effect."""
+    def ignored(self, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
+        """Yield the paths of all fields that have no effect, without list indices, and whether each is a label, thus known."""
         for name in self.model_fields_set:
             value = getattr(self, name, None)
             if name in self.labels:
                 if value is not None and value not in self.labels[name]:
-                    yield (*place, name)
+                    yield (*place, name), True
             elif name not in type(self).model_fields:
-                yield (*place, name)
+                yield (*place, name), False
             if isinstance(value, Fields):
                 yield from value.ignored((*place, name))
             elif isinstance(value, list) and value and isinstance(value[0], Fields):
-                for index, part in enumerate(value):
-                    yield from part.ignored((*place, name, index))
+                for part in value:
+                    yield from part.ignored((*place, name))
 
 
 class StreamOptions(Fields):
@@ -231,6 +231,9 @@ class SampledFields(CommonFields):
         kept, room = self.truncate_prompt_tokens, context - max(1, max_tokens or 1)
         if kept is None:
             return None
+        if room < 1:
+            message = f"the model's context is {context} tokens and max_tokens is {max_tokens}, which leaves none for the prompt"
+            raise RequestError(message, param="max_tokens", code="context_length_exceeded")
         if not (kept == -1 or 1 <= kept <= room):
             message = (
                 f"truncate_prompt_tokens is {kept}; it must be -1, or 1 to {room}, which leaves room for {context - room} more"
@@ -313,12 +316,6 @@ def refused(error: ValidationError) -> RequestError:
     message = first["msg"].removeprefix("Value error, ")
     message = message if param and message.startswith(param) else f"{param or 'the body'}: {message}"
     return RequestError(message, param=param or None, code=_CODES.get(first["type"]))
-
-
-def without_effect(request: Fields) -> list[str]:
-    """The fields that have no effect, without list indices."""
-    places = (tuple(part for part in place if isinstance(part, str)) for place in request.ignored())
-    return sorted({".".join(place) for place in places})
 
 
 def shown(name: str) -> str:

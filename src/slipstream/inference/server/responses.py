@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
@@ -74,7 +74,7 @@ class ResponsesRequest(CommonFields):
         )
         for number, item in enumerate(items):
             _add_item(messages, item, f"input.{number}")
-        tools = [nested(tool) for tool in self.tools or () if tool.get("type") == "function"]
+        tools = [nested((self.tools or ())[index]) for index in self.functions()]
         chat = {
             **self.shared(),
             "messages": messages,
@@ -104,6 +104,10 @@ class ResponsesRequest(CommonFields):
                 return None
         return self.tool_choice
 
+    def functions(self) -> list[int]:
+        """The indices of the tools that are functions."""
+        return [index for index, tool in enumerate(self.tools or ()) if tool.get("type") == "function"]
+
     def hosted(self) -> set[str]:
         """The tools that are not functions. They have no effect, because no hosted tool runs here."""
         chosen = self.tool_choice.get("tools") if isinstance(self.tool_choice, dict) else None
@@ -114,7 +118,8 @@ class ResponsesRequest(CommonFields):
 
 def prepare(server: Serving, request: ResponsesRequest, caller: Caller) -> Prepared:
     """Raises RequestError."""
-    prepared = prepare_converted(server, request.chat(), _CHAT, caller, server.front.ignored(request, request.hosted()))
+    names = _CHAT | fields_of_tools(request.functions(), "parameters")
+    prepared = prepare_converted(server, request.chat(), names, caller, server.front.ignored(request, request.hosted()))
     assert isinstance(prepared.form, ChatFormat)
     return prepared._replace(form=ResponsesFormat(request, prepared.form))
 
@@ -151,6 +156,13 @@ def nested(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A function as chats have it."""
     function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": function}
+
+
+def fields_of_tools(indices: Iterable[int], schema: str) -> dict[str, str]:
+    """The fields of a chat's tools -> those of the tools at `indices`, of which they were made; `schema`: the parameters' field."""
+    fields = {"name": "name", "description": "description", "parameters": schema, "strict": "strict"}
+    places = {f"tools.{number}.function": f"tools.{index}" for number, index in enumerate(indices)} | {"tools.function": "tools"}
+    return {f"{chat}.{name}": f"{place}.{field}" for chat, place in places.items() for name, field in fields.items()}
 
 
 def nested_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -23,16 +23,7 @@ from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Unread, Work
 from slipstream.inference.server.metrics import ModelFigures, Traffic
 from slipstream.inference.server.prepare import Bodies, Body, Result
-from slipstream.inference.server.requests import (
-    LABELS,
-    MAX_SEQUENCES,
-    Fields,
-    RequestT,
-    SampledFields,
-    parse,
-    shown,
-    without_effect,
-)
+from slipstream.inference.server.requests import MAX_SEQUENCES, Fields, RequestT, SampledFields, parse, shown
 from slipstream.inference.server.router import Served
 from slipstream.inference.text import Tokenizer, TooLongError
 
@@ -193,11 +184,11 @@ class Front:
 
     def ignored(self, request: Fields, more: Iterable[str] = ()) -> list[str]:
         """The fields without effect; `more` are known ones. With `strict_fields`, raises RequestError if there are any."""
-        unknown = without_effect(request)
-        names = sorted({*more, *unknown})
+        known = {".".join(place): is_label for place, is_label in request.ignored()}
+        names = sorted({*more, *known})
         if self.strict_fields and names:
-            label = names[0] not in unknown or names[0] in LABELS
-            message = f"{shown(names[0])}: " + ("this OpenAI field is not supported; leave it out" if label else "unknown field")
+            label = known.get(names[0], True)
+            message = f"{shown(names[0])}: " + ("this field is not supported; leave it out" if label else "unknown field")
             raise RequestError(message, param=shown(names[0]), code="unsupported_parameter" if label else "unknown_parameter")
         return names
 
