@@ -58,6 +58,7 @@ def tag(call: object) -> str:
         (f"[{json.dumps(ADD)}, {json.dumps(SAY)}] ", "", CALLED),
         *((text, text, []) for text in ("", " ", "plain \n text \n", "[1] is a note", "a < b <tool_ <tool_call", "<")),
         *((text, text, []) for text in ('{"a": [1', "{}", "[]", f" {tag({'name': 'other'})} ", tag("x"), tag([ADD, 1]))),
+        *((text, text, []) for text in (tag({"name": "add", "arguments": {"a": number}}) for number in (float("nan"), 1e999))),
         ("<tool_call>" + "[" * 5_000, "<tool_call>" + "[" * 5_000, []),
     ],
 )

@@ -160,7 +160,7 @@ def read_json(text: str, functions: Functions) -> list[Call]:
         parsed = list(_values(text))
     except (ValueError, RecursionError):
         return []
-    calls = []
+    found = []
     for call in parsed[0] if len(parsed) == 1 and isinstance(parsed[0], list) else parsed:
         arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
         if isinstance(arguments, str):  # Granite 4 writes JSON in JSON
@@ -168,8 +168,8 @@ def read_json(text: str, functions: Functions) -> list[Call]:
                 arguments = json.loads(arguments)
         if not isinstance(arguments, dict) or call.get("name") not in functions:
             return []
-        calls.append((call["name"], json.dumps(arguments)))
-    return calls
+        found.append((call["name"], arguments))
+    return _written(found)
 
 
 def _values(text: str) -> Iterator[Any]:
@@ -251,7 +251,15 @@ def _checked(calls: list[Call], functions: Functions) -> list[Call]:
     except (ValueError, RecursionError):
         return []
     valid = all(name in functions and isinstance(arguments, dict) for name, arguments in parsed)
-    return [(name, json.dumps(arguments)) for name, arguments in parsed] if valid else []
+    return _written(parsed) if valid else []
+
+
+def _written(calls: list[tuple[str, Any]]) -> list[Call]:
+    """The calls with their arguments as JSON; none if one has NaN or infinity, which models write and only Python reads."""
+    try:
+        return [(name, json.dumps(arguments, allow_nan=False)) for name, arguments in calls]
+    except (ValueError, RecursionError):
+        return []
 
 
 _HERMES = '<tool_call>\n{"name": "{}", "arguments": '
