@@ -147,23 +147,67 @@ def test_resumes_bit_for_bit(dtype: str, transport: str, tmp_path: Path) -> None
         engine.destroy()
 
 
+def apart(params: list[torch.Tensor], every: int = 2) -> torch.optim.Optimizer:
+    """Optimizers whose groups the outer one does not share. Its state has a count, too."""
+    optimizer = toy.Lookahead(params, every)
+    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.state["of all"], optimizer.rank = 0, dist.get_rank()  # type: ignore[attr-defined]
+    return optimizer
+
+
 @distributed(world_size=2)
 def test_the_states_of_optimizers_inside_an_optimizer_are_saved(tmp_path: Path) -> None:
     states = []
     for stage in (1, 3):
-        engine = small(optimizer=lambda params: toy.Lookahead(params, every=1), zero_optimization={"stage": stage})
+        engine = small(optimizer=apart, zero_optimization={"stage": stage})
+        optimizer = engine.optimizer.optimizer
         if stage == 1:
-            train(engine, 2)
+            train(engine, 3)
+            optimizer.inner[0].param_groups[0]["lr"] = optimizer.state["of all"] = 0.25
             engine.save_checkpoint(str(tmp_path))
+            train(engine, 1)
+            expected = engine.state_dict()
         engine.load_checkpoint(str(tmp_path))
+        assert optimizer.rank == engine.rank
+        assert (optimizer.calls, optimizer.state["of all"], optimizer.inner[0].param_groups[0]["lr"]) == (3, 0.25, 0.25)
         states.append(engine.optimizer.state_dict()["state"])
         train(engine, 1)
         states[-1]["after"] = engine.state_dict()
+        same(states[-1]["after"], expected)
         engine.destroy()
+        assert not optimizer.state
     for number, expected in states[0].items():
         assert number == "after" or len({"slow", "exp_avg@1", "momentum_buffer@2"} & expected.keys()) == 2
         same(states[1][number], expected)
     toy.Lookahead([torch.zeros(2), torch.zeros(2)]).step()  # the class is as before
+    engine = small(optimizer=torch.optim.RMSprop)
+    refused = "is a state of an optimizer inside another, and this RMSprop has no such optimizer"
+    with pytest.raises(CheckpointError, match=refused):
+        engine.load_checkpoint(str(tmp_path))
+    strange = engine.optimizer.state_dict() | {"state": {0: {"step@1": 3}}}
+    with pytest.raises(ValueError, match=refused):
+        engine.optimizer.load_state_dict(strange)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_an_optimizers_counts_advance_on_ranks_whose_parameters_rest() -> None:
+    """And the handle of a hook that it had before removes it."""
+    called: list[int] = []
+    handles = []
+
+    def lookahead(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+        optimizer = toy.Lookahead(params)
+        handles.append(optimizer.inner[0].register_step_post_hook(lambda *_: called.append(optimizer.calls)))
+        return optimizer
+
+    engine = small(lambda: nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))), optimizer=lookahead)
+    engine.module[1].weight.requires_grad_(False)
+    train(engine, 3)
+    handles[0].remove()
+    train(engine, 1)
+    assert called == [0, 1, 2] and engine.optimizer.optimizer.calls == 4
+    engine.destroy()
 
 
 class Scaled(toy.Net):

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Attributes in which torch notes what it has warned of and checked
+_NOTES = {"_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
+
 
 class Nested:
     """An optimizer and the optimizers in its attributes, however deep.
@@ -25,15 +28,29 @@ class Nested:
             # What Optimizer.__init__ sets. Wrappers do not call it, because it copies the groups
             vars(member).setdefault("defaults", {})
             for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-                vars(member)[hooks] = OrderedDict(vars(member).get(hooks, ()))
+                if not isinstance(vars(member).get(hooks), OrderedDict):  # handles of hooks refer weakly to theirs
+                    vars(member)[hooks] = OrderedDict(vars(member).get(hooks, ()))
+        self.first_counts = self.counts()
+
+    def homes(self) -> list[dict[Any, Any]]:
+        """Where counts are: each optimizer's attributes, and beside tensors in the mappings of states."""
+        return [*map(vars, self.members), *self.states()]
 
     def counts(self) -> list[dict[str, Any]]:
-        """The numbers in each optimizer's attributes; some count its steps."""
-        return [{name: value for name, value in vars(each).items() if isinstance(value, int | float)} for each in self.members]
+        """The numbers in each home; some count steps."""
+        return [
+            {name: value for name, value in home.items() if isinstance(value, int | float) and name not in _NOTES}
+            for home in self.homes()
+        ]
+
+    def changed_counts(self) -> list[dict[str, Any]]:
+        """The counts that have changed since this was built. The others are options; each rank may have its own (`rank`)."""
+        pairs = zip(self.counts(), self.first_counts, strict=True)
+        return [{name: value for name, value in now.items() if first.get(name) != value} for now, first in pairs]
 
     def set_counts(self, counts: Iterable[Mapping[str, Any]]) -> None:
-        for member, values in zip(self.members, counts, strict=True):
-            vars(member).update(values)
+        for home, values in zip(self.homes(), counts, strict=True):
+            home.update(values)
 
     def groups(self) -> list[dict[str, Any]]:
         """The distinct parameter groups, the outer optimizer's first."""
@@ -61,8 +78,16 @@ class Nested:
             name, _, i = key.partition("@")
             all_states[int(i or 0)].setdefault(tensor, {})[name] = value
 
+    def misfit(self, names: Iterable[str]) -> str:
+        """Why states of these names cannot be put; "" if they can."""
+        places = {"", *map(str, range(1, len(self.states())))}
+        wrong = sorted(name for name in names if name.partition("@")[2] not in places)
+        kind = type(self.members[0]).__name__
+        return f"{wrong[0]!r} is a state of an optimizer inside another, and this {kind} has no such optimizer" if wrong else ""
+
     def pop_all(self) -> dict[Tensor, dict[str, Any]]:
-        return {tensor: self.pop(tensor) for tensor in {tensor for states in self.states() for tensor in states}}
+        tensors = {tensor for states in self.states() for tensor, state in states.items() if isinstance(state, dict)}
+        return {tensor: self.pop(tensor) for tensor in tensors}
 
 
 def _optimizers(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:

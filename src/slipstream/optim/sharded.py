@@ -124,7 +124,8 @@ class ShardedSteps(ABC):
         """Give the optimizer back to its owner, without states."""
         for guard in self._guards:
             guard.remove()
-        self.nested.pop_all()
+        for states in self.nested.states():
+            states.clear()
 
     @property
     def has_optimizer(self) -> bool:
@@ -306,6 +307,7 @@ class TorchSteps(ShardedSteps):
 
     Some optimizers count steps in their groups or attributes. So the call for each unit starts from the values at the beginning of
     the engine's step, and a group keeps the values of a call that stepped some of its parameters: groups advance once per step.
+    Attributes do so on every rank, also if all of its parameters rest.
 
     [Note: Parts of wholes] An optimizer that needs whole tensors (Muon, Adafactor) steps the whole of a parameter that is cut over
     an axis: weights, gradients and states are joined, each rank computes the same update and keeps its part.
@@ -372,7 +374,7 @@ class TorchSteps(ShardedSteps):
             self.inner.step()
         finally:
             self._stepping = False
-            if pieces:
+            if pieces or self._counts[1] is self._counts[0]:
                 self._counts = (self._counts[0], self.nested.counts())
             self.nested.set_counts(self._counts[1])
             for piece, whole in zip(pieces, stepped, strict=True):
@@ -431,7 +433,8 @@ class TorchSteps(ShardedSteps):
             )
 
     def memory(self) -> Iterator[Tensor | Store]:
-        values = (value for states in self.nested.states() for state in states.values() for value in state.values())
+        states = (state for states in self.nested.states() for state in states.values() if isinstance(state, dict))
+        values = (value for state in states for value in state.values())
         return (value for value in values if isinstance(value, Tensor) and value.dim() > 0)
 
     def _state(self, piece: UpdatePiece) -> dict[str, Any]:

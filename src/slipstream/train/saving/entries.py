@@ -170,13 +170,15 @@ def optimizer_tensors(states: States) -> dict[str, FlatSlice | Tensor]:
 
 
 def optimizer_scalars(states: States) -> dict[str, Any] | None:
-    """The optimizer's classes, scalars by parameter, and groups; None without an optimizer. Collective."""
+    """The optimizer's classes, scalars by parameter, groups, and counts if it has any; None without an optimizer. Collective."""
     steps = states.steps
     if not steps.has_optimizer:
         return None
     unsaved = {"params", *getattr(steps.inner, "script_options", ())}
-    groups = [{key: value for key, value in group.items() if key not in unsaved} for group in steps.inner.param_groups]
-    return {"classes": optimizer_classes(steps), "params": all_scalars(states), "groups": groups}
+    groups = [{key: value for key, value in group.items() if key not in unsaved} for group in steps.nested.groups()]
+    counts = steps.nested.changed_counts() if steps.state_names is None else []
+    saved = {"classes": optimizer_classes(steps), "params": all_scalars(states), "groups": groups}
+    return saved | ({"counts": counts} if any(counts) else {})
 
 
 def all_scalars(states: States) -> dict[str, Any]:

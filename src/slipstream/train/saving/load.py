@@ -27,6 +27,8 @@ from slipstream.activations.random_states import tracked
 from slipstream.checkpoint import CheckpointError, FlatSlice
 from slipstream.checkpoint.stacks import restack
 from slipstream.data.sampler import OtherDataError
+from slipstream.optim.nested import Nested
+from slipstream.optim.sharded import ShardedSteps
 from slipstream.train.saving import entries
 from slipstream.train.saving.save import agree
 from slipstream.train.states import States
@@ -256,7 +258,8 @@ def _take_values(
     optimizer is not loaded.
     """
     shared = loaded.shared
-    undo += [_restoring_group(group) for group in states.steps.inner.param_groups]  # a schedule writes to the groups, too
+    nested = states.steps.nested
+    undo += [_restoring_dict(part) for part in (*nested.groups(), *nested.homes())]  # a schedule writes to the groups, too
     scaler = loop.precision.scaler
     scale = scaler.state_dict()
     undo.append(lambda: scaler.load_state_dict(scale))
@@ -371,12 +374,12 @@ def _restoring(part: Any) -> Callable[[], None]:
     return restore
 
 
-def _restoring_group(group: dict[str, Any]) -> Callable[[], None]:
-    present = dict(group)
+def _restoring_dict(part: dict[Any, Any]) -> Callable[[], None]:
+    present = dict(part)
 
     def restore() -> None:
-        group.clear()
-        group.update(present)
+        part.clear()
+        part.update(present)
 
     return restore
 
@@ -413,14 +416,16 @@ def _prepare_optimizer(states: States, metadata: checkpoint.Metadata, exclude: S
         if kind == "optim":
             state, _, name = entry.partition(".")
             dtypes.setdefault(name, {})[state] = info.dtype
+    if why := states.steps.nested.misfit(state for of_param in dtypes.values() for state in of_param):
+        raise CheckpointError(f"checkpoint {metadata.path} was not loaded: its {why}; {_OWN_OPTIMIZER}")
     return [states.steps.make_states(piece, dtypes.get(piece.name, {})) for piece in entries.pieces(states, exclude)]
 
 
-def _take_scalars(states: States, saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]) -> None:
-    steps = states.steps
+def _saved_groups(steps: ShardedSteps, saved: Any, lacking: list[str]) -> list[dict[str, Any]]:
+    """The saved options of each group. Raises CheckpointError if the saved optimizer is not like this engine's."""
     if saved is None:
         raise CheckpointError(f"it was saved without an optimizer, and this engine has one; {_OWN_OPTIMIZER}")
-    classes, groups = entries.optimizer_classes(steps), steps.inner.param_groups
+    classes, groups = entries.optimizer_classes(steps), steps.nested.groups()
     options_of_groups = _groups_like(saved["groups"], groups)
     known = saved.get("classes")  # None: DeepSpeed's, and the first checkpoints of version 1
     if known is not None and not set(classes) & set(known):
@@ -432,6 +437,14 @@ def _take_scalars(states: States, saved: Any, undo: list[Callable[[], None]], la
     lacking = [name for name in lacking if name.split(".", 2)[2] in saved["params"]]
     if lacking:
         raise CheckpointError(f"it lacks the optimizer state {lacking[:3]}; {_OWN_OPTIMIZER}")
+    if why := steps.nested.misfit(state for of_param in saved["params"].values() for state in of_param):
+        raise CheckpointError(f"its {why}; {_OWN_OPTIMIZER}")
+    return options_of_groups
+
+
+def _take_scalars(states: States, saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]) -> None:
+    steps = states.steps
+    options_of_groups, groups = _saved_groups(steps, saved, lacking), steps.nested.groups()
     for i, (group, options) in enumerate(zip(groups, options_of_groups, strict=True)):
         common = options.keys() & group.keys() - {"params"}
         part = {key: options[key] for key in common}
@@ -440,6 +453,8 @@ def _take_scalars(states: States, saved: Any, undo: list[Callable[[], None]], la
     if why := steps.unsupported_option(groups):
         raise CheckpointError(f"its {why}; {_OWN_OPTIMIZER}")
     steps.groups_loaded()
+    if steps.state_names is None:
+        _take_counts(steps.nested, saved.get("counts") or [{} for _ in steps.nested.homes()])
     for piece in entries.pieces(states, exclude):
         if piece.name in saved["params"]:
             present = copy.deepcopy(steps.scalars(piece))
@@ -449,6 +464,18 @@ def _take_scalars(states: States, saved: Any, undo: list[Callable[[], None]], la
             if present and not uncounted:
                 _check_like(saved["params"][piece.name], present, f"optimizer state of {piece.name}")
             steps.load_scalars(piece, saved["params"][piece.name])
+
+
+def _take_counts(nested: Nested, saved: Any) -> None:
+    """Set the counts of the optimizer and of those inside it. Counts that are not saved were as in a new optimizer."""
+    homes = nested.homes()
+    if len(saved) != len(homes):
+        raise CheckpointError(f"its optimizer consists of {len(saved)} parts and this engine's of {len(homes)}; {_OWN_OPTIMIZER}")
+    for home, values in zip(homes, saved, strict=True):
+        for name, value in values.items():
+            if not isinstance(value, int | float) or not isinstance(home.get(name, 0), int | float | None):
+                raise CheckpointError(f"its optimizer count {name!r} is {str(value)[:40]}; {_OWN_OPTIMIZER}")
+    nested.set_counts(first | values for first, values in zip(nested.first_counts, saved, strict=True))
 
 
 def _groups_like(saved: list[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -150,6 +150,8 @@ def load(states: States, saved: Mapping[str, Any]) -> None:
 def _misfit(steps: ShardedSteps, values: Mapping[str, Any], unit: Unit, i: int) -> str:
     """Why the states do not fit parameter i; "" if they do."""
     name, shape = unit.names[i], whole_shape(unit.params[i], unit.layout.slots[i].shape)
+    if why := steps.nested.misfit(values):
+        return why
     for state, value in values.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             continue
