@@ -15,6 +15,7 @@ earlier would reset the connections of ranks inside a collective), then cleans u
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.machinery
 import importlib.util
@@ -168,6 +169,7 @@ def _run(job: Job) -> tuple[Report, dict[str, Any]]:
         status, text = "skipped", str(skip)
     except BaseException as error:
         status = "interrupted" if isinstance(error, Interrupted) else "failed"
+        _server.cache_clear()  # an answer may still be on its way
         text = "".join(traceback.format_exception(error.with_traceback(_test_frames(error))))
     report = Report(job.rank, status, text.rstrip(), value, time.monotonic(), spent_here() - start_s)
     return report, before or _ambient()
@@ -179,9 +181,16 @@ def _join(job: Job) -> None:
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     os.environ.update(LOCAL_RANK=str(job.rank), LOCAL_WORLD_SIZE=str(job.world_size))
     patience = timedelta(seconds=job.timeout + 30)  # longer than the pool's, because the pool shows stacks
-    server = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+    server = _server(job.port)
+    server.set_timeout(patience)
     store = dist.PrefixStore(job.prefix, server)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=patience)
+
+
+@functools.cache
+def _server(port: int) -> Any:
+    """The worker's one connection to the pool's store: of some 40 new ones, one took 5 s."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
 
 
 _running = False  # this process runs a test and may be interrupted
