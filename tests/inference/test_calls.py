@@ -58,6 +58,7 @@ def tag(call: object) -> str:
         (f"[{json.dumps(ADD)}, {json.dumps(SAY)}] ", "", CALLED),
         *((text, text, []) for text in ("", " ", "plain \n text \n", "[1] is a note", "a < b <tool_ <tool_call", "<")),
         *((text, text, []) for text in ('{"a": [1', "{}", "[]", f" {tag({'name': 'other'})} ", tag("x"), tag([ADD, 1]))),
+        *((text, text, []) for text in (tag({"name": name, "arguments": {}}) for name in ({}, [], None))),
         *((text, text, []) for text in (tag({"name": "add", "arguments": {"a": number}}) for number in (float("nan"), 1e999))),
         ("<tool_call>" + "[" * 5_000, "<tool_call>" + "[" * 5_000, []),
     ],
@@ -164,7 +165,15 @@ def test_values_of_qwen_coder_have_the_types_of_their_schemas(schema: Any, text:
     assert json.loads(arguments) == {"a": value}
 
 
+@pytest.mark.parametrize("between", ["</parameter>", "", "\n", "\n  \t"])
+def test_parameters_that_qwen_coder_does_not_close(between: str) -> None:
+    finder = CallFinder({"add": {"properties": {"a": {"type": "string"}, "b": {}}}}, None, form_of("<function="))
+    [(_, arguments)] = finder.push(f"<function=add><parameter=a>1{between}<parameter=b>\n[2]\n</function>", last=True)
+    assert json.loads(arguments) == {"a": "1", "b": [2]}
+
+
 ADDED = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
+ENDED = ADDED.replace("</function>", "</tool_call>")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +182,9 @@ ADDED = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
         (f"{ADDED} Done.", " Done.", 1),
         (f"{ADDED}\n{ADDED}\n</tool_call>\nDone.", "\nDone.", 2),
         (f"I use `<function=example>`.\n<tool_call>{ADDED}</tool_call> Done.", "I use `<function=example>`. Done.", 1),
+        (f"{ENDED} Done.", " Done.", 1),
+        (f"{ENDED}\n{ENDED}", "", 2),
+        (f"x {ENDED} y {ADDED} z", "x y z", 2),
         (ADDED.replace("add", "other") + " Done.", ADDED.replace("add", "other") + " Done.", 0),
     ],
 )
@@ -188,6 +200,7 @@ def test_qwen_coder_without_the_outer_marks(text: str, content: str, num_calls: 
     ("template", "text"),
     [
         ("<function=", "<function=" * 20_000),
+        *(("<function=", part * 20_000) for part in ("<function=</function>", "<function=<tool_call>", "<tool_call></tool_call>")),
         ("<function=", "<tool_call><function=add>" + "<parameter=" * 20_000),
         ("<function=", f"<tool_call><function=add><parameter=a>[{'[], ' * 200_000}None]"),
         (mark("sep"), mark("calls begin") + f"{mark('call begin')}add{mark('sep')}" * 4_000),

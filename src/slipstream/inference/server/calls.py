@@ -2,7 +2,7 @@
 
 A `CallForm` describes how a family of models writes calls; the chat template shows which one it is (`form_of`). Output that
 begins with JSON, {"name": ..., "arguments": {...}} or a list of these, is a call in every form; what follows is dropped. Anything
-else stays text. Reading takes time linear in the output's length, because it holds up the server's other requests.
+else stays text. A push takes time linear in the text that it has, because it holds up the server's other requests.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ class CallFinder:
         self.functions = functions
         self.max_calls = max_calls
         self.form = form or FORMS[-1][1]
+        begin, end, inner, inner_end = map(re.escape, (self.form.open, self.form.close, *self.form.inner))
+        self._opening = re.compile(f"{begin}|{inner}" if inner else begin)
+        self._endings = {  # of the call that each mark opens; inner calls may have `close`, and end where another call begins
+            self.form.open: re.compile(end or "(?!)"),
+            self.form.inner[0]: re.compile(rf"{inner_end}(?:\s*{end})?|{end}|{begin}"),
+        }
         self.num_calls = 0
         self._text = ""  # received, not yet returned
         self._is_text = False  # the output does not begin with JSON
@@ -53,11 +59,13 @@ class CallFinder:
             if self.form.open not in self._text and (parsed := read_json(self._text, self.functions)):
                 return [*self._count(parsed)]
         self._is_text = True
-        found: list[str | Call] = []
-        while (opening := self._opening()) and (taken := self._take(opening, last)):
-            found += taken
+        found, done = list[str | Call](), 0  # characters of the text that have been read
+        while (opening := self._opening.search(self._text, done)) and (taken := self._take(done, opening, last)):
+            parts, done = taken
+            found += parts
+        self._text = self._text[done:]
         # Hold back an incomplete call, a suffix that may begin one, and the white space before a call or after the last.
-        end = self._text.find(opening) if opening else len(self._text)
+        end = opening.start() - done if opening else len(self._text)
         if not (opening or last):
             end -= max(overlap(self._text, mark) for mark in (self.form.open, self.form.inner[0]))
         if not last or self.num_calls:
@@ -66,38 +74,24 @@ class CallFinder:
         self._text = self._text[end:]
         return [part for part in found if part]
 
-    def _opening(self) -> str:
-        """The mark that begins the first call of the text; "" if none does."""
-        places = {self._text.find(mark): mark for mark in (self.form.inner[0], self.form.open) if mark and mark in self._text}
-        return places[min(places)] if places else ""
-
-    def _take(self, opening: str, last: bool) -> list[str | Call]:
-        """Remove the text up to the end of the call that `opening` begins, and return its parts; none if the call is incomplete."""
-        if opening != self.form.open:
-            return self._take_inner(last)
-        before, _, after = self._text.partition(opening)
-        body, closing, after = after.partition(self.form.close) if self.form.close else (after, "", "")
+    def _take(self, begin: int, opening: re.Match[str], last: bool) -> tuple[list[str | Call], int] | None:
+        """The parts of the text from `begin` to the end of the call that `opening` begins, and that end; None if the call is
+        incomplete."""
+        text, inner = self._text, opening[0] != self.form.open
+        closing = self._endings[opening[0]].search(text, opening.end())
         if not (closing or last):  # models forget to close the last one
-            return []
-        self._text = after
-        calls = self.form.read(body, self.functions)
-        return [before.rstrip() if calls else before + opening + body + closing, *self._count(calls)]
-
-    def _take_inner(self, last: bool) -> list[str | Call]:
-        """As `_take`, for a call without `open`. It may have `close`, which is removed, too."""
-        opening, ending = self.form.inner
-        before, _, after = self._text.partition(opening)
-        body, closing, after = after.partition(ending)
-        text, rest, calls = before + opening + body + closing, after.lstrip(), list[Call]()
-        if self.form.open in body:  # another call begins before this one ends: the text only mentions the mark
-            text = text[: text.find(self.form.open, len(before))].rstrip()
-        elif not last and rest != self.form.close and self.form.close.startswith(rest):
-            return []
-        else:
-            calls = self.form.read(opening + body, self.functions)
-        found = calls and rest.startswith(self.form.close)
-        self._text = rest.removeprefix(self.form.close) if found else self._text[len(text) :]
-        return [before.rstrip() if calls else text, *self._count(calls)]
+            return None
+        body_end, end = closing.span() if closing else (len(text), len(text))
+        if inner and closing and closing[0] == self.form.open:  # the text only mentions the mark
+            mention = text[begin:body_end].rstrip()
+            return [mention], begin + len(mention)
+        if not last and inner and closing and closing[0] == self.form.inner[1]:
+            rest = end, len(text) - overlap(text, self.form.close)
+            if re.compile(r"\s*").fullmatch(text, *rest):  # `close` may follow
+                return None
+        calls = self.form.read(text[opening.start() if inner else opening.end() : body_end], self.functions)
+        before = text[begin : opening.start()].rstrip() if calls else text[begin:end]
+        return [before, *self._count(calls)], end
 
     def _count(self, calls: list[Call]) -> list[Call]:
         if self.max_calls is not None:
@@ -166,9 +160,10 @@ def read_json(text: str, functions: Functions) -> list[Call]:
         if isinstance(arguments, str):  # Granite 4 writes JSON in JSON
             with suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
-        if not isinstance(arguments, dict) or call.get("name") not in functions:
+        name = call.get("name") if isinstance(arguments, dict) else None
+        if not isinstance(name, str) or name not in functions:
             return []
-        found.append((call["name"], arguments))
+        found.append((name, arguments))
     return _written(found)
 
 
@@ -206,20 +201,32 @@ def _read_deepseek(text: str, functions: Functions) -> list[Call]:
     return _checked([(call[1], call[2].rstrip().removesuffix("```")) for call in calls if call], functions)
 
 
-_PARAMETER = re.compile(r"<parameter=([^<>\n]{1,128})>\n?(.*?)\n?(?:</parameter>|(?=^<parameter=)|\Z)", re.DOTALL | re.MULTILINE)
-
-
 def _read_qwen_coder(text: str, functions: Functions) -> list[Call]:
     """<function=NAME><parameter=KEY>VALUE</parameter></function>. A value is JSON, or Python's as models also write it, unless its
-    schema says that it is text. Models forget </parameter>, but begin the next parameter in a line of its own."""
+    schema says that it is text."""
     calls = []
     for call in re.finditer(r"<function=([^<>\n]{1,128})>(.*?)(?:</function>|$)", text, re.DOTALL):
-        arguments: dict[str, Any] = {}
-        properties = ((functions.get(call[1]) or {}).get("properties")) or {}
-        for name, value in _PARAMETER.findall(call[2]):
-            arguments[name] = _value(value, properties.get(name))
+        properties = (functions.get(call[1]) or {}).get("properties")
+        schemas = properties if isinstance(properties, dict) else {}
+        arguments = {name: _value(value, schemas.get(name)) for name, value in _parameters(call[2], schemas)}
         calls.append((call[1], json.dumps(arguments)))
     return calls if all(name in functions for name, _ in calls) else []
+
+
+_PARAMETER = re.compile(r"\n?(?:</parameter>|(?P<indent>^[ \t]*)?<parameter=(?P<name>[^<>\n]{1,128})>\n?)", re.MULTILINE)
+
+
+def _parameters(text: str, schemas: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names and values. Models forget </parameter>: the next parameter is one that begins a line or has a schema."""
+    name, begin = "", 0
+    for mark in _PARAMETER.finditer(text):
+        if name and (not mark["name"] or mark["indent"] is not None or mark["name"] in schemas):
+            yield name, text[begin : mark.start()]
+            name = ""
+        if mark["name"] and not name:
+            name, begin = mark["name"], mark.end()
+    if name:
+        yield name, text[begin:].removesuffix("\n")
 
 
 def _value(text: str, schema: Any) -> Any:
