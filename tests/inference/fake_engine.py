@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import ClosedError
 from slipstream.inference.stats import Histogram, Stats
+from slipstream.inference.text import DENSE, SLICE, TooLongError
 
 VOCAB = 256  # a token is a byte
 
@@ -53,6 +55,8 @@ class FakeTokenizer:
     thought_marks = (1, 2)
 
     def encode(self, text: str, *, special: bool = True, max_tokens: int | None = None) -> list[int]:
+        if max_tokens is not None and len(text) > max(SLICE, DENSE * max_tokens):  # the real one also counts
+            raise TooLongError(max_tokens)
         return list(text.encode())
 
     def cut(self, text: str, most: int, side: str, *, special: bool) -> list[int]:
@@ -98,7 +102,7 @@ class Handle:
     def says(self, index: int) -> list[str]:
         """Its tokens, which depend on nothing but the request."""
         if self.params.json_schema is not None:
-            return list(json.dumps(example(json.loads(self.params.json_schema))))
+            return list(json.dumps(example(json.loads(self.params.json_schema))).replace("Infinity", "1e999"))
         wants_call = "use a tool" in self.prompt and "<tool>" not in self.prompt
         if self.params.grammar is not None and self.prompt.endswith("<think>"):
             return ["I ", "wonder", ".</th", "ink>\n\n", '{"a": ', "7}"]
@@ -123,7 +127,7 @@ def example(schema: Any) -> Any:
         return schema["const"]
     if schema.get("type") == "object":
         return {name: example(value) for name, value in schema.get("properties", {}).items()}
-    return {"integer": 7, "string": "said"}[schema["type"]]
+    return {"integer": 7, "string": "said", "number": math.inf}[schema["type"]]
 
 
 class FakeEngine:

@@ -605,12 +605,18 @@ def test_a_conversation_of_anthropic_s_blocks(address: str, engine: FakeEngine) 
     params, *_ = engine.submitted[-1]
     assert (params.stop, params.top_k, params.temperature, params.thinking_token_budget) == (("zz",), 3, 0.5, 1024)
     prompt = "['add']<system>Be kind.\nHurry<user>use a tool<assistant>Sure.<tool>7<user>and?\nnow<assistant>Well\nthen"
-    for fields, num in (({}, len(prompt)), ({"truncate_prompt_tokens": 5}, 5)):
+    for fields, num in (({}, len(prompt)), ({"truncate_prompt_tokens": 5}, 5), ({"truncate_prompt_tokens": -1}, len(prompt))):
         reply = sent(address, history, f"{MESSAGES}/count_tokens", tools=TOOLS, system="Be kind.", **fields)
         assert json.loads(reply.body)["input_tokens"] == num
+    long = "a" * 70_000  # many times the context
+    for fields, num in (({}, len("<user>" + long)), ({"truncate_prompt_tokens": -1}, engine.max_context - 1)):
+        assert json.loads(sent(address, long, f"{MESSAGES}/count_tokens", **fields).body)["input_tokens"] == num
     for choice in ({"type": "tool", "name": "add"}, {"type": "any", "disable_parallel_tool_use": True}):
         forced = json.loads(sent(address, "x", tools=TOOLS, tool_choice=choice).body)
         assert (forced["content"][0]["input"], forced["stop_reason"]) == ({"a": 7}, "tool_use")
+    scale = {"name": "scale", "input_schema": {"type": "object", "properties": {"by": {"type": "number"}}}}
+    for offered in ([scale], [*TOOLS, scale]):
+        assert b"Infinity" not in sent(address, "x", tools=offered, tool_choice={"type": "any"}).body  # of 1e999
     made = json.loads(sent(address, "x", output_config={"format": {"type": "json_schema", "schema": SCHEMA}}).body)
     assert json.loads(made["content"][0]["text"]) == {"a": 7}
     assert json.loads(sent(address, "a b", max_tokens=2).body)["stop_reason"] == "max_tokens"

@@ -433,7 +433,7 @@ class ChatFormat(ChoicesFormat):
         """Parse {"name", "arguments"}. A truncated call is returned as text, because it may not name its function yet."""
         try:
             call = json.loads(text)
-            return "", [(call["name"], json.dumps(call["arguments"]))]
+            return "", [(call["name"], json.dumps(call["arguments"], allow_nan=False))]
         except (ValueError, KeyError, TypeError, RecursionError):
             self._cut.add(index)
             return text, []

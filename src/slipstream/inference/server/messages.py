@@ -24,6 +24,7 @@ from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.requests import MAX_MESSAGES, CommonFields, Fields
 from slipstream.inference.server.responses import fields_of_tools, nested, nested_format
 from slipstream.inference.server.state import Caller, Front, Prepared, Serving
+from slipstream.inference.server.tokens import MAX_TOKENS, encoded
 
 Objects = list[dict[str, JsonValue]]
 _CHAT = {  # a chat request's field -> the field here; tools' are in `CountRequest.names`
@@ -144,8 +145,11 @@ def prepare(server: Serving, request: MessagesRequest, caller: Caller) -> Prepar
 def _count(server: Serving, given: CountRequest) -> tuple[CountBody, Sequence[str]]:
     chat = converted(given.chat(), given.names())
     text, unread = rendered(server, chat)
-    cut, special = chat.cut(server.engine.max_context, None), bool(chat.add_special_tokens)
-    tokens = server.encode(text, "messages", special=special, cut=cut)
+    context, special = server.engine.max_context, bool(chat.add_special_tokens)
+    if (cut := chat.cut(context, None)) is None:
+        tokens = encoded(server, text, "messages", special, max(context, MAX_TOKENS))
+    else:
+        tokens = server.encode(text, "messages", special=special, cut=cut)
     return {"input_tokens": len(tokens)}, [*unread, *given.hosted()]
 
 
@@ -278,8 +282,10 @@ class MessagesFormat(Format):
             return b""
         self._open = False
         if self._blocks[-1]["type"] == "tool_use":
-            with suppress(ValueError, RecursionError):  # max_tokens cut it off
-                self._blocks[-1]["input"] = json.loads(self._arguments)
+            with suppress(ValueError, RecursionError):  # cut off by max_tokens, or 1e999, which is read as infinity
+                arguments = json.loads(self._arguments)
+                json.dumps(arguments, allow_nan=False)
+                self._blocks[-1]["input"] = arguments
         return _event("content_block_stop", index=len(self._blocks) - 1)
 
 

@@ -49,14 +49,19 @@ def _tokenize(server: Serving, given: TokenizeRequest) -> tuple[TokensBody, Sequ
         messages = [message.for_template() for message in given.messages]
         text, unread = templated(server, messages, given.tools or (), given.add_generation_prompt is not False, variables)
         special = False
-    try:
-        ids = server.tokenizer.encode(text, special=special, max_tokens=MAX_TOKENS)
-    except TooLongError:
-        param = "prompt" if given.messages is None else "messages"
-        raise RequestError(f"the text has more than {MAX_TOKENS:,} tokens; send it in parts", param=param) from None
+    ids = encoded(server, text, "prompt" if given.messages is None else "messages", special, MAX_TOKENS)
     named = given.return_token_strs
     texts = [server.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids] if named else None
     return {"count": len(ids), "max_model_len": server.engine.max_context, "tokens": ids, "token_strs": texts}, unread
+
+
+def encoded(server: Serving, text: str, param: str, special: bool, most: int) -> list[int]:
+    """The tokens of a text, which need not fit in the context. `param`: the field that holds it. Raises RequestError if it has many
+    more than `most`."""
+    try:
+        return server.tokenizer.encode(text, special=special, max_tokens=most)
+    except TooLongError:
+        raise RequestError(f"the text has more than {most:,} tokens; send it in parts", param=param) from None
 
 
 def _detokenize(server: Serving, given: DetokenizeRequest) -> tuple[TextBody, Sequence[str]]:
