@@ -67,12 +67,14 @@ class Lookahead(torch.optim.Optimizer):
         self.inner = [torch.optim.AdamW(params[::2], lr=1e-2), torch.optim.SGD(params[1::2], lr=1e-2, momentum=0.9)]
         self.param_groups = [group for each in self.inner for group in each.param_groups]
         self.state, self.every, self.calls = defaultdict(dict), every, 0
+        self.seen: int
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for each in self.inner:
             each.step()
         self.calls += 1
+        self.seen = getattr(self, "seen", 0) + 1  # as some begin to count in the first step
         for p in [p for group in self.param_groups for p in group["params"] if self.calls % self.every == 0]:
             slow = self.state[p].setdefault("slow", torch.zeros_like(p))
             p.copy_(slow.lerp_(p, 0.5))

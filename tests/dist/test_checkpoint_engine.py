@@ -151,7 +151,7 @@ def apart(params: list[torch.Tensor], every: int = 2) -> torch.optim.Optimizer:
     """Optimizers whose groups the outer one does not share. Its state has a count, too."""
     optimizer = toy.Lookahead(params, every)
     optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
-    optimizer.state["of all"], optimizer.rank = 0, dist.get_rank()  # type: ignore[attr-defined]
+    optimizer.state["of all"], optimizer.rank, optimizer.is_warm = 0, dist.get_rank(), False  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -164,18 +164,20 @@ def test_the_states_of_optimizers_inside_an_optimizer_are_saved(tmp_path: Path) 
         if stage == 1:
             train(engine, 3)
             optimizer.inner[0].param_groups[0]["lr"] = optimizer.state["of all"] = 0.25
+            optimizer.is_warm = True
             engine.save_checkpoint(str(tmp_path))
             train(engine, 1)
             expected = engine.state_dict()
         engine.load_checkpoint(str(tmp_path))
         assert optimizer.rank == engine.rank
         assert (optimizer.calls, optimizer.state["of all"], optimizer.inner[0].param_groups[0]["lr"]) == (3, 0.25, 0.25)
+        assert optimizer.seen == 3 and optimizer.is_warm == (stage == 1)  # a flag is neither saved nor changed
         states.append(engine.optimizer.state_dict()["state"])
         train(engine, 1)
         states[-1]["after"] = engine.state_dict()
         same(states[-1]["after"], expected)
         engine.destroy()
-        assert not optimizer.state
+        assert {*optimizer.state} == {"of all"}
     for number, expected in states[0].items():
         assert number == "after" or len({"slow", "exp_avg@1", "momentum_buffer@2"} & expected.keys()) == 2
         same(states[1][number], expected)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.parallel.mail import Mail, PairMail, connect_mail, sum_of_places
-from slipstream.world.mesh import build_mesh
+from slipstream.world.mesh import Axis, build_mesh
 from slipstream.world.watch import Watch
 from tests.pool import distributed
 
@@ -104,6 +104,27 @@ def test_the_host_group_of_an_axis_whose_group_is_of_gpus_has_its_ranks() -> Non
     index = torch.tensor([mesh.rank])
     dist.all_reduce(index, group=group)
     assert index == sum(mesh.pp.ranks)
+
+
+@distributed(world_size=4)
+def test_engines_on_parts_of_the_world_make_groups_of_their_own() -> None:
+    halves = ((0, 1), (2, 3))
+    own = halves[dist.get_rank() // 2]
+    group = dist.new_subgroups_by_enumeration([list(half) for half in halves])[0]
+    axis = Axis("pp", group, own, own.index(dist.get_rank()), 2, (own,))
+    mail = PairMail(axis, torch.device("cpu"), Watch(20.0), [(KEYS[0], 0, 1)], backend="gloo")
+    if axis.index == 0:
+        mail.send(KEYS[0], 1, tree(own[0]))
+    else:
+        same(mail.receive(KEYS[0], 0), tree(own[0]))
+    mail.flush()
+    mail.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        hosts = axis.host_group()
+    rank = torch.tensor([dist.get_rank()])
+    dist.all_reduce(rank, group=hosts)
+    assert rank == sum(own)
 
 
 @distributed(world_size=2)

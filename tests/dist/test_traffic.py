@@ -17,6 +17,9 @@ from slipstream import zero
 from slipstream.compat import comm
 from slipstream.compat import engine as compat
 from slipstream.train.planning import explain
+from slipstream.world.mesh import build_mesh
+from slipstream.world.watch import Watch
+from slipstream.zero.comm import ProcessGroupComm
 from slipstream.zero.leaves import mark_part
 from tests import cases, toy
 from tests.pool import distributed
@@ -168,3 +171,13 @@ def test_operations_with_the_arguments_of_deepspeed(world_size: int, transport: 
         assert not comm.has_comm_data() and comm.cdb.is_initialized()
     finally:
         comm.configure(enabled=False, prof_all=True, prof_ops=[])
+
+
+@distributed(world_size=2)
+def test_transports_between_the_same_ranks_have_ledgers_of_their_own() -> None:
+    """Families with equal shards: the monitor compares ledgers by name."""
+    axis, watch = build_mesh().world, Watch(20.0)
+    assert axis.group is not None
+    for _ in range(3):
+        ProcessGroupComm(axis, axis.group, torch.device("cpu"), watch)
+    assert len({ledger.name for ledger in watch.ledgers}) == 3

@@ -493,12 +493,14 @@ class _HeldReader:
 @contextmanager
 def held_values(model: nn.Module | None) -> Iterator[None]:
     """A context in which `slipstream.initialize` can read held parameters, also inside `Init`. If it fails, they are held again."""
+    is_open = Init.is_open()
     shutdown_init_context()
     try:
         with _readable(model):
             yield
     finally:
-        restore_init_context()
+        if is_open:
+            restore_init_context()
 
 
 @contextmanager

@@ -325,11 +325,20 @@ def _convert_module(apply: Any, function: Callable[[Tensor], Tensor], recurse: b
     dtypes = {param.dtype for param in module.parameters() if is_zero_param(param)}
     if any(function(torch.empty(0, dtype=dtype)).dtype != dtype for dtype in dtypes):
         return cast(nn.Module, apply(function, recurse))
-    others = [param for param in module.parameters(recurse) if not is_zero_param(param)]
-    grads = [param.grad for param in others if param.grad is not None]
-    for tensor in (*others, *grads, *module.buffers(recurse)):
-        tensor.data = function(tensor.data)
+    _convert(module, function, recurse)
     return module
+
+
+def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> None:
+    for child in module.children() if recurse else ():
+        if any(map(is_zero_param, child.parameters())):
+            _convert(child, function, recurse)
+        else:
+            child._apply(function)  # its class may keep some tensors as they are
+    others = [param for param in module.parameters(recurse=False) if not is_zero_param(param)]
+    grads = [param.grad for param in others if param.grad is not None]
+    for tensor in (*others, *grads, *module.buffers(recurse=False)):
+        tensor.data = function(tensor.data)
 
 
 def _refuse_empty(empty: Any, **kwargs: Any) -> nn.Module:

@@ -30,26 +30,42 @@ class Nested:
             for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
                 if not isinstance(vars(member).get(hooks), OrderedDict):  # handles of hooks refer weakly to theirs
                     vars(member)[hooks] = OrderedDict(vars(member).get(hooks, ()))
+        self.find_counts()
         self.first_counts = self.counts()
 
     def homes(self) -> list[dict[Any, Any]]:
-        """Where counts are: each optimizer's attributes, and beside tensors in the mappings of states."""
-        return [*map(vars, self.members), *self.states()]
+        """Where counts are: each optimizer's attributes, and beside tensors in each mapping of states."""
+        return [*map(vars, self.members), *(member.state for member in self.members)]
+
+    def find_counts(self) -> None:
+        """Look for names beside tensors in the mappings of states; `counts` knows those that were there."""
+        self._beside: list[list[Any]] = [[key for key in member.state if not isinstance(key, Tensor)] for member in self.members]
 
     def counts(self) -> list[dict[str, Any]]:
         """The numbers in each home; some count steps."""
+        pairs = zip(self.members, self._beside, strict=True)
+        beside: list[dict[str, Any]] = [{name: member.state.get(name) for name in names} for member, names in pairs]
+        values = [*map(vars, self.members), *beside]
         return [
             {name: value for name, value in home.items() if isinstance(value, int | float) and name not in _NOTES}
-            for home in self.homes()
+            for home in values
         ]
 
     def changed_counts(self) -> list[dict[str, Any]]:
-        """The counts that have changed since this was built. The others are options; each rank may have its own (`rank`)."""
+        """The counts that have changed since this was built. The others are options; each rank may have its own (`rank`). Flags
+        are none: they tell what an optimizer has built, which is not saved."""
+        self.find_counts()
         pairs = zip(self.counts(), self.first_counts, strict=True)
-        return [{name: value for name, value in now.items() if first.get(name) != value} for now, first in pairs]
+        return [
+            {name: value for name, value in now.items() if first.get(name) != value and not isinstance(value, bool)}
+            for now, first in pairs
+        ]
 
     def set_counts(self, counts: Iterable[Mapping[str, Any]]) -> None:
-        for home, values in zip(self.homes(), counts, strict=True):
+        """Set all counts, and remove those that have none."""
+        for home, now, values in zip(self.homes(), self.counts(), counts, strict=True):
+            for name in now.keys() - values.keys():
+                del home[name]
             home.update(values)
 
     def groups(self) -> list[dict[str, Any]]:

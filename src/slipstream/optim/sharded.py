@@ -124,8 +124,7 @@ class ShardedSteps(ABC):
         """Give the optimizer back to its owner, without states."""
         for guard in self._guards:
             guard.remove()
-        for states in self.nested.states():
-            states.clear()
+        self.nested.pop_all()
 
     @property
     def has_optimizer(self) -> bool:
@@ -331,6 +330,7 @@ class TorchSteps(ShardedSteps):
             for param in group["params"]:
                 self._places.setdefault(id(param), []).append(place)
         self._after.clear()
+        self.nested.find_counts()
         self._counts = (self.nested.counts(),) * 2
 
     def drop(self, unit: Unit) -> None:

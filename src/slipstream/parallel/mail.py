@@ -193,9 +193,12 @@ class PairMail(GroupMail):
         super().__init__(axis, device, watch, keys)
         self.groups: dict[Key, dist.ProcessGroup] = {}
         self.on_the_way: list[tuple[Any, Tensor]] = []  # sends in flight, with the memory that they read
-        for line, (key, source, target) in itertools.product(axis.lines, sorted(keys)):
-            group = _group_of(key, line[source], line[target], backend)
-            if line == axis.ranks and axis.index in (source, target):
+        lines = axis.lines if axis.fills_world else (axis.ranks,)
+        for line, (key, source, target) in itertools.product(lines, sorted(keys)):
+            is_own = line == axis.ranks and axis.index in (source, target)
+            if is_own or axis.fills_world:
+                group = _group_of(key, line[source], line[target], backend, alone=not axis.fills_world)
+            if is_own:
                 self.groups[key] = group
 
     def _send_tensor(self, key: Key, to: int, i: int, flat: Tensor) -> None:
@@ -224,11 +227,11 @@ class PairMail(GroupMail):
 _GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[Key, int, int, str], Any]] = weakref.WeakKeyDictionary()
 
 
-def _group_of(key: Key, source: int, target: int, backend: str) -> Any:
-    """The pair's group; on other ranks torch's placeholder. Collective over the axes' ranks."""
+def _group_of(key: Key, source: int, target: int, backend: str, *, alone: bool) -> Any:
+    """The pair's group; on other ranks torch's placeholder. Collective over the world, or if `alone` over the pair."""
     made, place = _GROUPS.setdefault(dist.group.WORLD, {}), (key, source, target, backend)
     if place not in made:
-        made[place] = dist.new_group(sorted((source, target)), backend=backend)
+        made[place] = dist.new_group(sorted((source, target)), backend=backend, use_local_synchronization=alone)
     return made[place]
 
 

@@ -26,7 +26,7 @@ def first_values(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
     for i in dense:
         copies[i] = copies[i].contiguous()
     raw = [copies[i].view(-1).view(torch.uint8) for i in dense]
-    flat = torch.cat([part.to(raw[0].device) for part in raw])
+    flat = torch.cat([part.to(comm.device) for part in raw])
     comm.broadcast(flat)
     for part, received in zip(raw, flat.split([part.numel() for part in raw]), strict=True):
         part.copy_(received)

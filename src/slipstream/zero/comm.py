@@ -234,7 +234,9 @@ class ProcessGroupComm(Comm):
         self.watch, self.group = watch, group
         self.staged = device.type != "cpu" and group._get_backend(device).name() == "gloo"
         self.on_host = device.type == "cpu" or self.staged
-        self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, group, record=watch.record)
+        place = f"{axis.name} {axis.ranks}"  # families of the same ranks have groups of their own
+        others = sum(ledger.name.partition(" #")[0] == place for ledger in watch.ledgers)
+        self.ledger = Ledger(f"{place} #{others + 1}" if others else place, axis.ranks, group, record=watch.record)
         self.course = 0  # checksum of all operations since the last exchange or the beginning of the step
         self.course_step = 0
         self.known: dict[int, int] = {}  # course -> the operation that followed it on all ranks

@@ -176,7 +176,9 @@ def optimizer_scalars(states: States) -> dict[str, Any] | None:
         return None
     unsaved = {"params", *getattr(steps.inner, "script_options", ())}
     groups = [{key: value for key, value in group.items() if key not in unsaved} for group in steps.nested.groups()]
-    counts = steps.nested.changed_counts() if steps.state_names is None else []
+    counts: list[dict[str, Any]] = []
+    if steps.state_names is None:  # those of the first rank that has trained: a stage of a pipeline may be frozen
+        counts = next(filter(any, states.world.axis.gather(steps.nested.changed_counts())), [])
     saved = {"classes": optimizer_classes(steps), "params": all_scalars(states), "groups": groups}
     return saved | ({"counts": counts} if any(counts) else {})
 

@@ -430,6 +430,8 @@ def _saved_groups(steps: ShardedSteps, saved: Any, lacking: list[str]) -> list[d
     known = saved.get("classes")  # None: DeepSpeed's, and the first checkpoints of version 1
     if known is not None and not set(classes) & set(known):
         raise CheckpointError(f"its optimizer is {known[0]} and this engine's is {classes[0]}; {_OWN_OPTIMIZER}")
+    if len(options_of_groups) == len(steps.inner.param_groups):  # DeepSpeed saves no groups of optimizers inside
+        options_of_groups = [*options_of_groups, *({} for _ in groups[len(options_of_groups) :])]
     if len(groups) != len(options_of_groups):
         raise CheckpointError(
             f"its optimizer has {len(saved['groups'])} parameter groups and this engine's has {len(groups)}; {_OWN_OPTIMIZER}"
@@ -467,15 +469,17 @@ def _take_scalars(states: States, saved: Any, undo: list[Callable[[], None]], la
 
 
 def _take_counts(nested: Nested, saved: Any) -> None:
-    """Set the counts of the optimizer and of those inside it. Counts that are not saved were as in a new optimizer."""
+    """Set the counts of the optimizer and of those inside it. Counts that are not saved were as in a new optimizer; flags stay."""
     homes = nested.homes()
     if len(saved) != len(homes):
-        raise CheckpointError(f"its optimizer consists of {len(saved)} parts and this engine's of {len(homes)}; {_OWN_OPTIMIZER}")
+        parts = f"its counts are of {len(saved) // 2} optimizers and this engine's of {len(homes) // 2}"
+        raise CheckpointError(f"{parts}; {_OWN_OPTIMIZER}")
     for home, values in zip(homes, saved, strict=True):
         for name, value in values.items():
             if not isinstance(value, int | float) or not isinstance(home.get(name, 0), int | float | None):
                 raise CheckpointError(f"its optimizer count {name!r} is {str(value)[:40]}; {_OWN_OPTIMIZER}")
-    nested.set_counts(first | values for first, values in zip(nested.first_counts, saved, strict=True))
+    flags = ({name: value for name, value in now.items() if isinstance(value, bool)} for now in nested.counts())
+    nested.set_counts(first | kept | values for first, kept, values in zip(nested.first_counts, flags, saved, strict=True))
 
 
 def _groups_like(saved: list[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
