@@ -18,7 +18,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
-MAX_STOP = 1024  # characters of a stop string: each request builds an automaton of that length
+MAX_STOP = 1024  # characters of a stop string; the text that may begin one is held back
 
 
 def _number(value: Any) -> Any:

@@ -176,13 +176,6 @@ class Pause:
     changed: bool = False  # the caller sets it before it overwrites the first weight
 
 
-class _Spelled(NamedTuple):
-    """The latest bad_words, which a request's prompts share."""
-
-    words: tuple[str, ...]
-    tokens: dict[int, list[list[int]]]  # `Request.bad_words`
-
-
 class _EngineState(Enum):
     SERVING = "is serving"
     DEAD = "is dead"
@@ -247,7 +240,7 @@ class Engine:
         self._outbox: list[tuple[_Sequence, Output]] = []  # to pass to the sinks without the lock
         self._proven = self._process = 0  # a token that was computed lately; the process of the thread
         self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; lets one pause run at a time
-        self._adapters, self._spelled = dict[str, Any](), _Spelled((), {})  # adapters by name
+        self._adapters = dict[str, Any]()  # by name
         self._meters, self._ids, self._grammars_lock = Meters(), itertools.count(), threading.Lock()
         self._thread: threading.Thread | None = None
         for name, folder in (adapters or {}).items():
@@ -466,7 +459,7 @@ class Engine:
         self._sampler.check(params)
         fields: dict[str, Any] = {}
         if self.tokenizer is not None and params.bad_words:
-            fields["bad_words"] = self._spelled_words(self.tokenizer, params.bad_words)
+            fields["bad_words"] = self.tokenizer.spell(params.bad_words, self.runner.vocab_size)
         if self.tokenizer is not None and params.thinking_token_budget is not None:
             fields["thought_marks"] = marks = self.tokenizer.thought_marks
             if max(marks) >= self.runner.vocab_size:
@@ -474,17 +467,6 @@ class Engine:
                 raise ValueError(f"thinking_token_budget needs marks of reasoning that are of the model's tokens, 0 to {last}")
             fields["opened"] = len(ids) if self.tokenizer.opens_thought(ids) else -1
         return fields
-
-    def _spelled_words(self, tokenizer: Tokenizer, words: tuple[str, ...]) -> Mapping[int, Sequence[Sequence[int]]]:
-        """`Request.bad_words`, without those that the model cannot write."""
-        latest = self._spelled
-        if latest.words != words:
-            latest = _Spelled(words, {})
-            for word in tokenizer.spellings(words):
-                if max(word) < self.runner.vocab_size:
-                    latest.tokens.setdefault([-1, *word][-2], []).append(word)
-            self._spelled = latest
-        return latest.tokens
 
     def _check_open(self, *, changing: bool = False) -> None:
         """Raise ClosedError unless requests are accepted. Hold the lock. `changing`: the caller replaces the weights."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -58,7 +59,7 @@ class TooLongError(ValueError):
 
 
 class Tokenizer:
-    """Thread-safe: its only state is `chat`'s cache of compiled templates."""
+    """Thread-safe: its only state are the caches of `chat` and `spell`."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Tokenizer:
         self.templates = dict(templates or {})
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids may have gaps
         self._compiled: dict[str, jinja2.Template] = {}
+        self.spell = lru_cache(maxsize=1)(self._spell)  # the latest, because a request's prompts share their bad_words
 
     def digest(self) -> str:
         """Equal for tokenizers with the same tokens under the same numbers."""
@@ -192,17 +194,21 @@ class Tokenizer:
 
     def pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
         """The tokens of two texts as one, and the type of each token. `most`: a limit, for which the longer is cut first."""
-        encode = self.backend.encode_batch if len(first) + len(second) >= LONG else self._encode_each  # encode_batch frees the GIL
+        # A batch frees the GIL.
+        encode = self.backend.encode_batch_fast if len(first) + len(second) >= LONG else self._encode_each
         a, b = encode([first, second], add_special_tokens=False)
-        room = len(a) + len(b) if most is None else max(most - self.backend.num_special_tokens_to_add(is_pair=True), 0)
-        if len(a) + len(b) > room:
-            short = min(len(a), len(b))
-            short, long = (short, room - short) if 2 * short <= room else (room // 2, room - room // 2)
-            sizes = (long, short) if len(a) > len(b) else (short, long)
-            for one, size in zip((a, b), sizes, strict=True):
-                one.truncate(size)
         whole = self.backend.post_process(a, b)
-        return whole.ids, whole.type_ids
+        ids, types, added = whole.ids, whole.type_ids, whole.special_tokens_mask  # 1 for tokens that are of neither text
+        room = len(ids) if most is None else max(most - self.backend.num_special_tokens_to_add(is_pair=True), 0)
+        short = min(len(a), len(b), room // 2)
+        sizes = (short, room - short) if len(a) <= len(b) else (room - short, short)
+        end = 0
+        for text, size in zip((len(a), len(b)), sizes, strict=True):
+            if text:
+                rest, end = max(0, text - size), added.index(0, end) + min(size, text)
+                for row in (ids, types, added):  # `Encoding.truncate` would keep the rest, in pieces
+                    del row[end : end + rest]
+        return ids, types
 
     def _encode_each(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
         return [self.backend.encode(text, add_special_tokens=add_special_tokens) for text in texts]
@@ -266,17 +272,20 @@ class Tokenizer:
         marks = reasoning_marks(self.template)
         return marks is not None and self.decode(ids[-4:], skip_special=False).rstrip().endswith(marks[0])
 
-    def spellings(self, words: Iterable[str]) -> list[list[int]]:
-        """The tokens of each word at the beginning of a text, and after a space if that changes only the first, as in vLLM's
-        bad_words. Raises ValueError for a word without tokens, and for words of more than MAX_SPELLED tokens in all."""
-        found, num = list[list[int]](), 0
+    def _spell(self, words: Sequence[str], vocab_size: int) -> Mapping[int, Sequence[Sequence[int]]]:
+        """`Request.bad_words` for a model of `vocab_size` tokens: each word at the beginning of a text, and after a space if that
+        changes only its first token, as in vLLM; without those that the model cannot write. Raises ValueError for a word without
+        tokens, and for words of more than MAX_SPELLED tokens in all."""
+        found, num = dict[int, list[list[int]]](), 0
         for word in words:
             first, spaced = (self.encode(space + word.lstrip(), special=False) for space in ("", " "))
             if not first:
                 raise ValueError(f"bad_words has {word!r:.100}, which has no tokens")
-            found += [first, spaced] if len(spaced) == len(first) and spaced[0] != first[0] else [first]
             if (num := num + len(first)) > MAX_SPELLED:
                 raise ValueError(f"bad_words has more than {MAX_SPELLED:,} tokens; give fewer or shorter words")
+            for ids in [first, spaced] if len(spaced) == len(first) and spaced[0] != first[0] else [first]:
+                if max(ids) < vocab_size:
+                    found.setdefault([-1, *ids][-2], []).append(ids)
         return found
 
     @cached_property
@@ -392,56 +401,41 @@ class Stream:
 class StopStrings:
     """Passes text through up to the first stop string, and holds back a possible beginning of one.
 
-    First means completed first (the longest of several), so the result does not depend on the split. One Knuth-Morris-Pratt
-    automaton per stop string: constant work per character. Pass no text before min_tokens are reached.
+    First means completed first (the longest of several), so the result does not depend on the split. Pass no text before min_tokens
+    are reached.
     """
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         """`keep`: the text includes the stop string."""
         self.matched: str | None = None  # the stop string that was found; push returns no text after it
         self._keep = keep
-        self._stops = list(stops)
-        self._fallback = [_borders(stop) for stop in stops]
-        self._progress = [0] * len(stops)  # length of the prefix of each that the text ends with
-        self._buffer = ""
+        self._stops = stops
+        self._begun = [0] * len(stops)  # the length of the longest prefix of each that the text ends with
+        self._held = ""  # the end of the text with the longest of these prefixes
 
     def push(self, text: str) -> str:
         if self.matched is not None:
             return ""
-        if not self._stops:
-            return text
-        buffer, start = self._buffer + text, len(self._buffer)
-        for position in range(start, len(buffer)):
-            states = zip(self._stops, self._fallback, self._progress, strict=True)
-            self._progress = [_advanced(*state, buffer[position]) for state in states]
-            complete = [stop for stop, n in zip(self._stops, self._progress, strict=True) if n == len(stop)]
-            if complete:
-                self.matched, self._buffer = max(complete, key=len), ""
-                return buffer[: position + 1 - (0 if self._keep else len(self.matched))]
-        safe = len(buffer) - max(self._progress)
-        self._buffer = buffer[safe:]
+        buffer, self._held = self._held + text, ""
+        if found := [(begin + len(stop), begin, stop) for stop in self._stops if (begin := buffer.find(stop)) >= 0]:
+            end, begin, self.matched = min(found)
+            return buffer[: end if self._keep else begin]
+        each = zip(self._stops, self._begun, strict=True)  # no prefix grows by more than `text`: amortized, constant work
+        self._begun = [overlap(buffer, stop, begun + len(text)) for stop, begun in each]
+        safe = len(buffer) - max(self._begun, default=0)
+        self._held = buffer[safe:]
         return buffer[:safe]
 
     def finish(self) -> str:
         """Return the text that was held back."""
-        text, self._buffer = self._buffer, ""
+        text, self._held = self._held, ""
         return text
 
 
-def _advanced(stop: str, borders: Sequence[int], n: int, character: str) -> int:
-    """The length of the longest prefix of `stop` that ends the text after `character`; it was `n` before."""
-    while n and stop[n] != character:
-        n = borders[n - 1]
-    return n + (stop[n] == character)
-
-
-@lru_cache(maxsize=128)
-def _borders(text: str) -> list[int]:
-    """The length of the longest proper border of each prefix. Cached, because a request's n answers have the same stop strings."""
-    borders = [0]
-    for character in text[1:]:
-        borders.append(_advanced(text, borders, borders[-1], character))
-    return borders
+def overlap(text: str, mark: str, most: int = sys.maxsize) -> int:
+    """The length of the longest proper prefix of `mark` that `text` ends with; it is `most` or less."""
+    longest = min(len(text), len(mark) - 1, most)
+    return next((num for num in range(longest, 0, -1) if text.endswith(mark[:num])), 0)
 
 
 def _backend(file: Path) -> tokenizers.Tokenizer:

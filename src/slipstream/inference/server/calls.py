@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from slipstream.inference.text import overlap
+
 Call = tuple[str, str]  # function, arguments as JSON
 Functions = Mapping[str, Any]  # the functions that may be called: name -> JSON schema of the arguments
 
@@ -141,11 +143,6 @@ class Thoughts:
         text = text.lstrip() if self._fresh else text
         self._fresh = self._fresh and not text
         return text
-
-
-def overlap(text: str, mark: str) -> int:
-    """The length of the longest prefix of `mark` that `text` ends with."""
-    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def read_json(text: str, functions: Functions) -> list[Call]:
