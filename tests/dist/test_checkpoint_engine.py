@@ -307,6 +307,19 @@ def test_another_models_checkpoint_is_refused_and_changes_nothing(tmp_path: Path
 
 
 @distributed(world_size=2)
+def test_a_pattern_that_matches_nothing_changes_no_optimizer_state(tmp_path: Path) -> None:
+    engine = build(1, optimizer="RMSprop")
+    go(engine, 2)
+    engine.save_checkpoint(str(tmp_path))
+    go(engine, 2)
+    before = snapshot(engine)
+    with pytest.raises(CheckpointError, match=r"'nohead\.\*' matches no parameter or buffer"):
+        engine.load_checkpoint(str(tmp_path), exclude=["nohead.*"])
+    same(snapshot(engine), before)
+    engine.destroy()
+
+
+@distributed(world_size=2)
 def test_a_missing_checkpoint(tmp_path: Path) -> None:
     engine = build(3)
     for folder, missing in ((tmp_path, f"{tmp_path}/latest"), (tmp_path / "wrong", f"folder {tmp_path}/wrong")):

@@ -14,6 +14,7 @@ import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,15 +76,19 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
     optimizer = optimizer and not module_only and states.steps.has_optimizer
     metadata, parts = _restacked(states, metadata, step, exclude if strict else ["*"], optimizer=optimizer)
     states.steps.synchronize(states.units)
-    undo: list[Callable[[], None]] = _prepare_optimizer(states, metadata, exclude) if optimizer else []
-    request = _request(states, metadata, contents, exclude, optimizer=optimizer, averages=not module_only)
+    with ExitStack() as undo:  # [Note: All or nothing]
+        if optimizer:
+            _prepare_optimizer(states, metadata, exclude, undo)
+        request = _request(states, metadata, contents, exclude, optimizer=optimizer, averages=not module_only)
+        _check_shapes(step, metadata, request.tensors)
 
-    def accept(loaded: checkpoint.Loaded) -> None:
-        if strict:
-            request.refuse_misfit()
-        if type(_client_state(loaded)) is not dict:
-            raise CheckpointError("it is damaged or hostile: its client_state is not a dict")
-        if not module_only:
+        def accept(loaded: checkpoint.Loaded) -> None:
+            if strict:
+                request.refuse_misfit()
+            if type(_client_state(loaded)) is not dict:
+                raise CheckpointError("it is damaged or hostile: its client_state is not a dict")
+            if module_only:
+                return
             try:
                 lacking = request.lacking if optimizer else None
                 if optimizer:
@@ -94,8 +99,6 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
             except Exception as error:
                 raise CheckpointError(f"its values are damaged or of another version: {type(error).__name__}: {error}") from error
 
-    try:
-        _check_shapes(step, metadata, request.tensors)
         loaded = checkpoint.load(
             directory,
             tag,
@@ -106,10 +109,7 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
             accept=accept,
             metadata=metadata,
         )
-    except BaseException:
-        for restore in reversed(undo):
-            restore()
-        raise
+        undo.pop_all()
     entries.spread_weights(states)
     _restart_averages(states, metadata, request.tensors.keys(), exclude)
     return str(metadata.path), _client_state(loaded)
@@ -247,24 +247,26 @@ def _take_values(
     loop: entries.Loop,
     loaded: checkpoint.Loaded,
     num_saved: int,
-    undo: list[Callable[[], None]],
+    undo: ExitStack,
     lacking: list[str] | None,
     exclude: Sequence[str],
     *,
     scheduler: bool,
 ) -> None:
-    """Apply the values that are not tensors of the model or optimizer; append functions that restore the current ones to `undo`.
+    """Apply the values that are not tensors of the model or optimizer; `undo` gets functions that restore the current ones.
     num_saved: the number of ranks that saved the checkpoint. lacking: the optimizer states that it does not hold; None: the
     optimizer is not loaded.
     """
     shared = loaded.shared
     nested = states.steps.nested
-    undo += [_restoring_dict(part) for part in (*nested.groups(), *nested.homes())]  # a schedule writes to the groups, too
+    for part in (*nested.groups(), *nested.homes()):  # a schedule writes to the groups, too
+        undo.callback(part.update, dict(part))
+        undo.callback(part.clear)  # before the update
     scaler = loop.precision.scaler
     scale = scaler.state_dict()
-    undo.append(lambda: scaler.load_state_dict(scale))
+    undo.callback(scaler.load_state_dict, scale)
     for name in entries.COUNTERS:
-        undo.append(partial(setattr, loop, name, getattr(loop, name)))
+        undo.callback(setattr, loop, name, getattr(loop, name))
         setattr(loop, name, _whole(shared["counters"][name], name))
     _check_like(shared["loss_scale"], scale, "loss_scale")
     if not 0 < shared["loss_scale"]["scale"] < math.inf:
@@ -277,18 +279,20 @@ def _take_values(
     if scheduler and hasattr(loop.lr_scheduler, "load_state_dict"):
         _take_schedule(loop.lr_scheduler, shared["scheduler"], undo)
     if (average := states.average) is not None and shared.get("average") is not None:
-        undo.append(partial(setattr, average, "num_updates", average.num_updates))
+        undo.callback(setattr, average, "num_updates", average.num_updates)
         average.num_updates = _whole(shared["average"]["num_updates"], "number of averages")
     _take_kept(states, shared.get("kept", {}), undo)
-    ranks, mesh, device = "", states.mesh, states.device
-    if num_saved != mesh.world.size:
-        ranks = f"the number of ranks was {num_saved} when the checkpoint was saved and is {mesh.world.size} now"
-    _take_position(mesh, loop, loaded, ranks, undo)
+    _take_position(states.mesh, loop, loaded, num_saved, undo)
+    _take_random(states.mesh, states.device, loaded, undo)
+
+
+def _take_random(mesh: Mesh, device: torch.device, loaded: checkpoint.Loaded, undo: ExitStack) -> None:
+    """Continue the random states of the rank at this rank's place."""
     if not loaded.nearest:
         logger.info("random states were not restored: the checkpoint has none")
         return
     present = entries.random_state(device)
-    undo.append(lambda: _restore_random(present, device))
+    undo.callback(_restore_random, present, device)
     _restore_random(loaded.nearest["random"], device)
     if loaded.copy:
         _seed_copy(loaded.nearest["random"], loaded.copy, device)
@@ -300,15 +304,15 @@ def _take_values(
         )
 
 
-def _take_kept(states: States, kept: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:
+def _take_kept(states: States, kept: Mapping[str, Any], undo: ExitStack) -> None:
     """Apply the states of features (`entries.kept`)."""
     for name, part in ((name, part) for name, part in entries.kept(states).items() if name in kept):
         _check_like(kept[name], part.state_dict(), name)
-        undo.append(_restoring(part))
+        undo.callback(_restoring(part))
         part.load_state_dict(kept[name])
 
 
-def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> None:
+def _take_schedule(part: Any, state: Any, undo: ExitStack) -> None:
     if state is None:
         logger.warning("the learning-rate schedule was not restored: the checkpoint was saved without a scheduler")
         return
@@ -321,7 +325,7 @@ def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> Non
         _check_like(saved, current, "scheduler", remedy)
     else:
         _check_like(state, present, "scheduler", remedy)
-    undo.append(_restoring(part))
+    undo.callback(_restoring(part))
     part.load_state_dict(state)
 
 
@@ -335,11 +339,8 @@ def _common(one: Any, other: Any) -> Any:
     return one
 
 
-def _take_position(mesh: Mesh, loop: entries.Loop, loaded: checkpoint.Loaded, ranks: str, undo: list[Callable[[], None]]) -> None:
-    """Restore the data position. If it does not fit, it is skipped, so that a run can continue on other data.
-
-    ranks: text of how the numbers of saving and loading ranks differ; "" if they do not
-    """
+def _take_position(mesh: Mesh, loop: entries.Loop, loaded: checkpoint.Loaded, num_saved: int, undo: ExitStack) -> None:
+    """Restore the data position. If it does not fit, it is skipped, so that a run can continue on other data."""
     loader = loop.training_dataloader
     if not hasattr(loader, "load_state_dict"):
         return
@@ -347,10 +348,13 @@ def _take_position(mesh: Mesh, loop: entries.Loop, loaded: checkpoint.Loaded, ra
     if state is None and loaded.per_rank:
         state = loaded.per_rank["data"]
     why = "the checkpoint has none"
-    if ranks:
-        why = f"{ranks} (per-rank positions, of a sharded dataset or a custom loader, need the same number)"
+    if num_saved != mesh.world.size:
+        why = (
+            f"the number of ranks was {num_saved} when the checkpoint was saved and is {mesh.world.size} now (per-rank positions, "
+            "of a sharded dataset or a custom loader, need the same number)"
+        )
     if state is not None:
-        undo.append(_restoring(loader))
+        undo.callback(_restoring(loader))
         try:
             loader.load_state_dict(state)
             return
@@ -370,16 +374,6 @@ def _restoring(part: Any) -> Callable[[], None]:
         for added in current.keys() - attributes.keys():
             del current[added]
         current.update(attributes)
-
-    return restore
-
-
-def _restoring_dict(part: dict[Any, Any]) -> Callable[[], None]:
-    present = dict(part)
-
-    def restore() -> None:
-        part.clear()
-        part.update(present)
 
     return restore
 
@@ -408,8 +402,8 @@ def _check_like(saved: Any, present: Any, name: str, remedy: str = "it is damage
         _check_like(*part, remedy)
 
 
-def _prepare_optimizer(states: States, metadata: checkpoint.Metadata, exclude: Sequence[str]) -> list[Any]:
-    """Allocate the optimizer states that the checkpoint holds; returns functions that undo it."""
+def _prepare_optimizer(states: States, metadata: checkpoint.Metadata, exclude: Sequence[str], undo: ExitStack) -> None:
+    """Allocate the optimizer states that the checkpoint holds."""
     dtypes: dict[str, dict[str, torch.dtype]] = {}
     for key, info in metadata.tensors.items():
         kind, _, entry = key.partition(".")
@@ -418,7 +412,8 @@ def _prepare_optimizer(states: States, metadata: checkpoint.Metadata, exclude: S
             dtypes.setdefault(name, {})[state] = info.dtype
     if why := states.steps.nested.misfit(state for of_param in dtypes.values() for state in of_param):
         raise CheckpointError(f"checkpoint {metadata.path} was not loaded: its {why}; {_OWN_OPTIMIZER}")
-    return [states.steps.make_states(piece, dtypes.get(piece.name, {})) for piece in entries.pieces(states, exclude)]
+    for piece in entries.pieces(states, exclude):
+        undo.callback(states.steps.make_states(piece, dtypes.get(piece.name, {})))
 
 
 def _saved_groups(steps: ShardedSteps, saved: Any, lacking: list[str]) -> list[dict[str, Any]]:
@@ -444,7 +439,7 @@ def _saved_groups(steps: ShardedSteps, saved: Any, lacking: list[str]) -> list[d
     return options_of_groups
 
 
-def _take_scalars(states: States, saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]) -> None:
+def _take_scalars(states: States, saved: Any, undo: ExitStack, lacking: list[str], exclude: Sequence[str]) -> None:
     steps = states.steps
     options_of_groups, groups = _saved_groups(steps, saved, lacking), steps.nested.groups()
     for i, (group, options) in enumerate(zip(groups, options_of_groups, strict=True)):
@@ -460,7 +455,7 @@ def _take_scalars(states: States, saved: Any, undo: list[Callable[[], None]], la
     for piece in entries.pieces(states, exclude):
         if piece.name in saved["params"]:
             present = copy.deepcopy(steps.scalars(piece))
-            undo.append(partial(steps.load_scalars, piece, present))
+            undo.callback(steps.load_scalars, piece, present)
             # SGD saved by torch or DeepSpeed has no step count
             uncounted = isinstance(steps.inner, torch.optim.SGD) and not saved["params"][piece.name]
             if present and not uncounted:
