@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.train.planning import OPERATIONS, measure_collectives
+from slipstream.train.planning.collectives import OPERATIONS, measure
 from tests.pool import distributed
 
 
 @distributed(2)
 def test_collectives_are_timed_over_every_transport() -> None:
-    rates = list(measure_collectives([4096, 16384], tuple(OPERATIONS), 0.002))
+    rates = list(measure([4096, 16384], tuple(OPERATIONS), 0.002))
     seen = {(rate.transport, rate.operation) for rate in rates}
     names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")
     assert seen == {("gloo", name) for name in names} | {("shared memory", name) for name in ("all_gather", "reduce_scatter")}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import slipstream
 from slipstream.config import DataWorld, ModelFacts, resolve
-from slipstream.train import rehearse
+from slipstream.train.recipe import rehearse
 from tests.dist.test_tensor import batch, build
 from tests.pool import run
 from tests.unit.test_config_refusals import OPTIMIZERS, PLANS, Config, disk, half, nested

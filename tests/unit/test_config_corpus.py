@@ -12,7 +12,7 @@ from slipstream.compat.engine import tolerant
 from slipstream.config import DataWorld, ModelFacts, Plan, resolve
 from slipstream.config.arguments import read_config
 from slipstream.config.text import read_json
-from slipstream.train import rehearse
+from slipstream.train.recipe import rehearse
 from tests.data.configs import REFUSED, TEXTS
 
 WORLD = DataWorld(ranks=2)

@@ -21,7 +21,8 @@ from slipstream.config.plan import json_keys, plan_values, sentences
 from slipstream.config.resolution import AUTO, WorldError, triad
 from slipstream.optim import resolve_optimizer
 from slipstream.parallel.schedule import simulate
-from slipstream.train import compiled, rehearse
+from slipstream.train import compiled
+from slipstream.train.recipe import rehearse
 from slipstream.train.schedules import build_scheduler
 from slipstream.zero.wrap import LEAF_RULES
 from tests.unit.test_config_schema import ACCELERATE

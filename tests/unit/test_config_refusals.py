@@ -18,7 +18,7 @@ from slipstream.config.refusals import NO_EFFECT, REFUSALS, Case, matching
 from slipstream.config.resolution import Values, case_of
 from slipstream.optim import fit, resolve_optimizer, rule_of
 from slipstream.optim.rules import Rule
-from slipstream.train import rehearse
+from slipstream.train.recipe import rehearse
 from slipstream.zero.leaves import mark_part, mark_stack
 from tests import cases
 

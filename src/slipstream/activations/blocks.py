@@ -25,6 +25,10 @@ from slipstream.zero.wrap import repeated_blocks
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_NO_BLOCKS = (
+    ": repeated blocks are children of one ModuleList or Sequential that share a class. For other modules, call "
+    "slipstream.activations.checkpoint in their forward"
+)
 Timing = Callable[[str], AbstractContextManager[object]]
 
 
@@ -41,15 +45,7 @@ def apply(
     names = repeated_blocks(model)
     chosen = names[: plan.num_blocks]
     if speaks:
-        level, hint = logging.INFO, ""
-        if not names:
-            level, hint = (
-                logging.WARNING,
-                (
-                    ": repeated blocks are children of one ModuleList or Sequential that share a class. For other modules, call "
-                    "slipstream.activations.checkpoint in their forward"
-                ),
-            )
+        level, hint = (logging.INFO, "") if names else (logging.WARNING, _NO_BLOCKS)
         logger.log(level, "activations: %s for %d of %d repeated blocks%s", plan.way, len(chosen), len(names), hint)
     part = partial(_boundary, timing if plan.profile else nullcontext, plan.synchronize)
     unsaid = iter([speaks])

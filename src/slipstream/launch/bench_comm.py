@@ -10,11 +10,11 @@ import argparse
 import json
 import os
 
-from slipstream.train.planning import OPERATIONS, Rate, measure_collectives
+from slipstream.train.planning import collectives
 from slipstream.world.discover import discover
 
 
-def _print(rates: list[Rate], shown: Rate) -> None:
+def _print(rates: list[collectives.Rate], shown: collectives.Rate) -> None:
     if not rates or rates[-1][:2] != shown[:2]:
         print(f"\n{shown.operation}, {shown.transport}\n{'bytes':>14}{'time us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}")
     print(f"{shown.nbytes:14,}{shown.seconds * 1e6:12,.1f}{shown.algbw / 1e9:12.3f}{shown.busbw / 1e9:12.3f}", flush=True)
@@ -27,12 +27,12 @@ def _measure(options: argparse.Namespace) -> int:
     from slipstream.world.join import init_distributed
 
     init_distributed(verbose=False)
-    is_first, rates = dist.get_rank() == 0, list[Rate]()
+    is_first, rates = dist.get_rank() == 0, list[collectives.Rate]()
     try:
         if is_first and not options.json:
             print(f"{dist.get_world_size()} ranks, {torch.get_num_threads()} thread(s) each, fp32; times of the slowest rank")
         sizes = [options.min << step for step in range(0, 64, 2) if options.min << step <= options.max]
-        for rate in measure_collectives(sizes, options.ops or tuple(OPERATIONS), options.seconds):
+        for rate in collectives.measure(sizes, options.ops or tuple(collectives.OPERATIONS), options.seconds):
             if is_first and not options.json:
                 _print(rates, rate)
             rates.append(rate)

@@ -207,7 +207,7 @@ def execute(options: argparse.Namespace) -> int:
     from slipstream.config import DataWorld, describe, resolve
     from slipstream.config.arguments import read_config
     from slipstream.config.resolution import DEEPSPEEDS, WorldError
-    from slipstream.train import rehearse
+    from slipstream.train import recipe
 
     loaded = read_config(options.config)
     rows = shapes_of(options.batch_shape)[0][0] if options.batch_shape else None
@@ -216,7 +216,7 @@ def execute(options: argparse.Namespace) -> int:
     except WorldError as error:
         hint = f"pass --world {error.fits}, which fits the config: " if error.fits else ""
         raise ValueError(f"{hint}{str(error).removeprefix(DEEPSPEEDS)}") from None
-    rehearse(plan)
+    recipe.rehearse(plan)
     if not options.json:
         print(describe(plan, defaults=options.all))
         if rows not in (None, plan.batch.micro_batch_size):

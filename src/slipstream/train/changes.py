@@ -26,7 +26,7 @@ from slipstream.quantized.rules import quantize_by_rules, rules_of
 from slipstream.train.curriculum import shorten_sequences
 from slipstream.train.figures import monitor
 from slipstream.train.layer_drop import drop_layers
-from slipstream.train.noise import adapt_batch, measure_noise
+from slipstream.train.noise import follow_noise
 from slipstream.train.random_ltd import drop_tokens
 from slipstream.train.second_order import SecondOrder, mean_over, most_over
 from slipstream.train.trial import follow_trial
@@ -148,8 +148,7 @@ CHANGES: tuple[Change, ...] = (
     shorten_sequences,
     _compress,
     monitor,
-    measure_noise,
-    adapt_batch,
+    follow_noise,
     _generate,
     _observe,
     follow_trial,

@@ -203,8 +203,6 @@ class Engine(nn.Module):
         for end_step in states.after_step:
             end_step(self.step_applied)
         if self.step_applied:
-            for call in states.after_update:
-                call()
             self.saves.prepare()
         rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self.progress.step_done(self.global_steps, self.skipped_steps, rates, verdict.norm, self.precision.loss_scale)

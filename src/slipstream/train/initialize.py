@@ -471,7 +471,7 @@ def _engine(
     casts = Precision(precision, device, in_stages=in_stages, weight=plan.batch.weight(mesh.batch.index, mesh.batch.size))
     if plan.zero.error_beta is not None:
         errors = ErrorFeedback(states.feedback, plan.zero.error_steps)
-        states.after_update.append(errors.end_step)
+        states.after_step.append(errors.end_step)
         casts.scaler.changed.append(errors.rescale)
     if mesh.is_apart:
         states.outer = states.resources["local steps"] = LocalSteps(states, plan.local_steps, transport)

@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 DECAY = 0.9  # of the running means: a single measurement says little
 
 
-def measure_noise(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
-    """The `Change` (changes.py) that measures in the plan's steps, on all ranks. Raises ValueError for steps of one micro-batch."""
+def follow_noise(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
+    """The `Change` (changes.py) that measures in the plan's steps, on all ranks, and lets the batch follow if the plan asks for it.
+    Raises ValueError for steps of one micro-batch."""
     if not plan.noise_every:
         return None
     adaptive, batch = plan.adaptive, plan.batch
@@ -50,7 +51,13 @@ def measure_noise(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | No
             f"slipstream.{key} compares the gradients of micro-batches with their mean, and {step} has one micro-batch: use more "
             "ranks, or gradient_accumulation_steps of 2 or more with smaller micro-batches"
         )
-    return lambda engine: Noise(engine, plan.noise_every, adaptive.smoothing if adaptive else DECAY).connect()
+
+    def connect(engine: Engine) -> None:
+        noise = Noise(engine, plan.noise_every, adaptive.smoothing if adaptive else DECAY)
+        if adaptive is not None:
+            AdaptiveBatch(engine, adaptive, noise)
+
+    return connect
 
 
 class Noise:
@@ -63,12 +70,9 @@ class Noise:
         self.passes = set[int]()  # the numbers of these backwards
         self.factor = 1.0  # by which gradients in a backward are scaled
         self.means = {"spread": 0.0, "square": 0.0}  # running means of tr(S) and |G|^2
-
-    def connect(self) -> None:
-        states = self.engine.states
-        states.resources["noise scale"] = self
-        states.before_forward(lambda *_: self._begin())
-        states.after_step.append(self._end)
+        engine.states.resources["noise scale"] = self
+        engine.states.before_forward(lambda *_: self._begin())
+        engine.states.after_step.append(self._end)
 
     def _begin(self) -> None:
         if (self.engine.global_steps + 1) % self.every == 0 and torch.is_grad_enabled() and not self.handles:
@@ -119,22 +123,13 @@ class Noise:
         return self.means["spread"] / self.means["square"] if self.means["square"] > 0 else None
 
 
-def adapt_batch(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
-    """The `Change` (changes.py) that lets the batch follow the noise scale; None if the plan does not ask for it."""
-    settings = plan.adaptive
-    return None if settings is None else lambda engine: AdaptiveBatch(engine, settings).connect()
-
-
 class AdaptiveBatch:
     """Adapts the batch of one engine. Checkpoints contain the batch size and the measurements behind it."""
 
-    def __init__(self, engine: Engine, plan: AdaptivePlan) -> None:
-        self.engine, self.plan = engine, plan
-        self.noise: Noise = engine.states.resources.pop("noise scale")
-
-    def connect(self) -> None:
-        self.engine.states.resources["adaptive batch"] = self
-        self.engine.states.after_step.append(self._end)
+    def __init__(self, engine: Engine, plan: AdaptivePlan, noise: Noise) -> None:
+        self.engine, self.plan, self.noise = engine, plan, noise
+        engine.states.resources["adaptive batch"] = self
+        engine.states.after_step.append(self._end)
 
     def _end(self, _: bool) -> None:
         if self.engine.window.forced is not None:
@@ -174,7 +169,7 @@ class AdaptiveBatch:
             schedule.resize(accumulation * per_pass)
 
     def close(self) -> None:
-        self.noise.close()
+        """A no-op: the noise is closed by itself."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"train_batch_size": self.engine.plan.batch.train_batch_size, **self.noise.means}

@@ -58,7 +58,7 @@ class RateSchedule(ABC):
         if not isinstance(getattr(self.optimizer, "param_groups", None), list):
             raise ValueError(f"a scheduler needs an optimizer with param_groups, not a {type(self.optimizer).__name__}")
         self._check()
-        self._start(self.last_batch_iteration)
+        self._move(self.last_batch_iteration)
 
     def _values(self) -> list[dict[str, Any]]:
         """The values of each parameter group at `last_batch_iteration`: always `lr`, perhaps `betas`."""
@@ -75,11 +75,8 @@ class RateSchedule(ABC):
             raise ValueError(f"{name} has {len(values)} values for {count} parameter groups")
         return values
 
-    def _start(self, last_batch_iteration: int) -> None:
+    def _move(self, last_batch_iteration: int) -> None:
         self.last_batch_iteration = last_batch_iteration
-        self._apply()
-
-    def _apply(self) -> None:
         values = self._values()
         for group, new in zip(self.optimizer.param_groups, values, strict=True):
             for key, value in new.items():
@@ -105,8 +102,7 @@ class RateSchedule(ABC):
 
     def step(self, iteration: int | None = None) -> None:
         """Advance by one, or to `iteration`, and set the optimizer's values."""
-        self.last_batch_iteration = self.last_batch_iteration + 1 if iteration is None else iteration
-        self._apply()
+        self._move(self.last_batch_iteration + 1 if iteration is None else iteration)
 
     def get_lr(self) -> list[float]:
         """Return the rate of each parameter group at `last_batch_iteration`."""
@@ -126,7 +122,7 @@ class RateSchedule(ABC):
                 f"{type(self).__name__}: the saved state {dict(state)!r} has no last_batch_iteration >= -1, so it is another "
                 f"scheduler's; load_lr_scheduler_states=False skips it"
             )
-        self._start(iteration)
+        self._move(iteration)
 
 
 @dataclass(eq=False, repr=False)

@@ -89,7 +89,6 @@ class States:
     resources: dict[str, Any] = field(default_factory=dict)
     before_backward: list[Callable[[Tensor], None]] = field(default_factory=list)  # called with the loss of `engine.backward`
     after_step: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether the step updated the weights
-    after_update: list[Callable[[], None]] = field(default_factory=list)  # called at the end of each step that updated the weights
     suspects: list[Callable[[], str]] = field(default_factory=list)  # return what may have made gradients nonfinite, or ""
     on_hooks: list[Callable[[Hooks], None]] = field(default_factory=list)  # called with new hooks after each surgery
     outer: Outer | None = None  # train/local_steps.py
@@ -182,7 +181,7 @@ class States:
 
     def disconnect(self) -> None:
         """Drop what refers back to these states, so that they are freed with their last reference, not by the cyclic collector."""
-        for each in (self.resources, self.before_backward, self.after_step, self.after_update, self.suspects, self.on_hooks):
+        for each in (self.resources, self.before_backward, self.after_step, self.suspects, self.on_hooks):
             each.clear()
         self.outer = None
         del self.hooks

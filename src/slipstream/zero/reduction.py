@@ -216,9 +216,9 @@ class ErrorFeedback:
     steps: int  # steps after which the errors are dropped
     count: int = 0
 
-    def end_step(self) -> None:
-        self.count += 1
-        if self.count % self.steps == 0:
+    def end_step(self, is_applied: bool) -> None:
+        self.count += is_applied
+        if is_applied and self.count % self.steps == 0:
             for feedback in self.kept():
                 feedback.error.zero_()
 

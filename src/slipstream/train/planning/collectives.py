@@ -19,8 +19,6 @@ from slipstream.world.watch import Watch
 from slipstream.zero.comm import Buffer, newest
 from slipstream.zero.shared import SharedComm, hosts_agree
 
-__all__ = ["OPERATIONS", "Rate", "measure"]
-
 # busbw / algbw, as a function of the number of ranks
 OPERATIONS: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
