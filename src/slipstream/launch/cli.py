@@ -142,7 +142,7 @@ _bytes = _parsed("slipstream.inference", "num_bytes")
 _sizes = _parsed("slipstream.world.sizes", "parse_mesh")
 _axes = _among("slipstream.launch.search", "AXES")
 _words = _parsed("shlex", "split")
-_operations = _among("slipstream.train.planning", "OPERATIONS")
+_operations = _among("slipstream.train.planning.collectives", "OPERATIONS")
 
 
 def _cores(text: str) -> str:
