@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.moe.grouped import without_autocast
 from slipstream.parallel.exchange import Crossing, Exchange, dual, even_shares, gather_from, scatter_to, swap, without_values
@@ -57,6 +57,10 @@ def run_experts(
     rows = _spread(x, order, experts.shape[1])
     out: Tensor = _Combine.apply(compute_sorted(rows, counts, num_experts, compute, exchange, meanwhile), weights, order)
     return out if tokens is None else gather_from(out, tokens, 0)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    return any("Dropout" in type(each).__name__ for each in module.modules())
 
 
 def compute_sorted(
@@ -176,9 +180,12 @@ class _Combine(torch.autograd.Function):
         num_tokens, k = weights.shape
         grads = grad.index_select(0, order if k == 1 else order // k).to(_sums(rows))
         own = weights.reshape(-1).index_select(0, order).to(grads.dtype)
+        of_rows = (grads * own[:, None]).to(rows.dtype)
+        if not ctx.needs_input_grad[1]:
+            return of_rows, None, None
         of_weights = grads.new_zeros(num_tokens * k)
         of_weights[order] = (grads * rows).sum(1)
-        return (grads * own[:, None]).to(rows.dtype), of_weights.view(num_tokens, k).to(weights.dtype), None
+        return of_rows, of_weights.view(num_tokens, k).to(weights.dtype), None
 
 
 def _sums(x: Tensor) -> torch.dtype:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.moe import gate
-from slipstream.moe.dispatch import Meanwhile, run_experts
+from slipstream.moe.dispatch import Meanwhile, has_dropout, run_experts
 from slipstream.moe.gate import Drop, Routes, Score
 from slipstream.moe.grouped import without_autocast
 from slipstream.moe.load import LoadMeter
@@ -63,15 +62,13 @@ class Experts(Stacked):
         experts, weights, kept = routes.experts, routes.weights, routes.kept
         if self.region is not None:
             x, experts, weights, kept = self.region.enter((x, experts, weights, kept))
-        alike: AbstractContextManager[Any] = nullcontext()
-        is_apart = self.region is not None or self.tokens is not None
-        if is_apart and any("Dropout" in type(module).__name__ for module in self.stack.modules()):
-            # Here ranks draw for different numbers of rows or features; everywhere else for the same tokens.
+        # Here ranks draw for different numbers of rows or features; everywhere else for the same tokens.
+        draws = (self.region is not None or self.tokens is not None) and has_dropout(self.stack)
+        if draws:
             for branch in meanwhile:
                 branch()
             meanwhile = ()
-            alike = torch.random.fork_rng([x.device] if x.is_cuda else [])
-        with alike:
+        with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=draws):
             out = run_experts(x, experts, weights, kept, self.num_experts, self.stack, self.exchange, meanwhile, self.tokens)
         return out if self.region is None else self.region.leave(out)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,13 +29,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slipstream.moe.dispatch import compute_sorted
+from slipstream.moe.dispatch import has_dropout, run_experts
 from slipstream.moe.grouped import is_autocast
 from slipstream.moe.load import LoadMeter
 from slipstream.moe.routers import RouterBias
 from slipstream.parallel.around import class_before
-from slipstream.parallel.exchange import Exchange, even_shares, gather_from, scatter_to, without_values
-from slipstream.parallel.tensor import even_share, generators
+from slipstream.parallel.exchange import Exchange, without_values
+from slipstream.parallel.tensor import generators
 from slipstream.zero.hooks import eager
 from slipstream.zero.leaves import identity
 from slipstream.zero.trees import tensors_in
@@ -312,35 +312,16 @@ def _differs(layer: nn.Module, first: str, second: str) -> RuntimeError:
 
 def _computed(experts: ListedExperts, calls: Sequence[_Asked], like: Tensor) -> Tensor:
     """The experts' outputs for the rows of all calls, in the order of the calls. Collective."""
-    order = sorted(range(len(calls)), key=lambda i: calls[i].place)
-    lengths = [_num_rows(calls[i].x) for i in order]
-    counts = [0] * experts.num_experts
-    for i, length in zip(order, lengths, strict=True):
-        counts[calls[i].place] += length
-    parts = [calls[i].x.reshape(-1, calls[i].x.shape[-1]) for i in order]
+    parts = [call.x.reshape(-1, call.x.shape[-1]) for call in calls]
     rows = torch.cat(parts) if parts else like.reshape(-1, like.shape[-1])[:0]
     if torch.is_grad_enabled() and not rows.requires_grad:
         rows.requires_grad_()  # the backward is collective, too
-    rows = _sent(experts, rows, counts)
-    ends = dict(zip(order, itertools.accumulate(lengths), strict=True))
-    back = [rows[ends[i] - _num_rows(calls[i].x) : ends[i]] for i in range(len(calls))]
-    return rows if order == sorted(order) else torch.cat(back)
-
-
-def _sent(experts: ListedExperts, rows: Tensor, counts: list[int]) -> Tensor:
-    """[rows, d]: the experts' outputs for rows sorted by expert. Collective."""
-    if experts.tokens is None:
-        return compute_sorted(rows, counts, experts.num_experts, experts.compute, experts.exchange)
-    start, stop = even_share(len(rows), experts.tokens.axis)
-    ends = itertools.accumulate(counts, initial=0)
-    own = [max(0, min(high, stop) - max(low, start)) for low, high in itertools.pairwise(ends)]
-    alike: AbstractContextManager[Any] = nullcontext()
-    if any("Dropout" in type(module).__name__ for module in experts.modules()):
-        alike = torch.random.fork_rng([rows.device] if rows.is_cuda else [])  # ranks draw for different numbers of rows
-    share = scatter_to(rows, experts.tokens, 0)
-    with alike:
-        share = compute_sorted(share, own, experts.num_experts, experts.compute, experts.exchange)
-    return gather_from(share, experts.tokens, 0, even_shares(len(rows), experts.tokens.size))
+    lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+    places = torch.tensor([call.place for call in calls], dtype=torch.int64).repeat_interleave(lengths)[:, None]
+    routes = (places.to(rows.device), rows.new_ones(len(rows), 1), None, experts.num_experts)
+    draws = experts.tokens is not None and has_dropout(experts)  # for different numbers of rows on each rank
+    with torch.random.fork_rng([rows.device] if rows.is_cuda else [], enabled=draws):
+        return run_experts(rows, *routes, experts.compute, experts.exchange, tokens=experts.tokens)
 
 
 def _tied(output: Any, sources: Sequence[Tensor]) -> Any:
