@@ -127,6 +127,23 @@ def test_engines_on_parts_of_the_world_make_groups_of_their_own() -> None:
     assert rank == sum(own)
 
 
+@distributed(world_size=4)
+def test_an_engine_on_a_part_of_the_world_has_three_stages() -> None:
+    """The stage between the others has more keys than they, and torch names the groups of a part by their number."""
+    parts = ((0, 1, 2), (3,))
+    group = dist.new_subgroups_by_enumeration([list(part) for part in parts])[0]
+    if (index := dist.get_rank()) < 3:
+        routes = [(KEYS[0], 0, 1), (KEYS[1], 1, 0), (KEYS[2], 1, 2), (("B", 1), 2, 1)]
+        mail = PairMail(Axis("pp", group, parts[0], index, 3, parts[:1]), torch.device("cpu"), Watch(20.0), routes, backend="gloo")
+        for key, source, target in routes:
+            if index == source:
+                mail.send(key, target, tree(key[1]))
+            elif index == target:
+                same(mail.receive(key, source), tree(key[1]))
+        mail.flush()
+        mail.close()
+
+
 @distributed(world_size=2)
 def test_messages_of_many_tensors_are_not_taken_for_those_of_another_key() -> None:
     """Over gloo, where tags tell them apart."""

@@ -145,11 +145,17 @@ class GroupMail(Mail):
         return self._take(key, source, 2 + i, torch.Size(form.shape).numel(), form.dtype).view(form.shape).to(self.device)
 
     def _take(self, key: Key, source: int, i: int, numel: int, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(numel, dtype=dtype)
-        if numel:
+        return self._fill(torch.empty(numel, dtype=dtype), key, source, group=self.group, tag=self.tags[key] + i)
+
+    def _fill(self, tensor: Tensor, key: Key, source: int, **matched_by: Any) -> Tensor:
+        """Receive into a tensor; on a GPU the stream waits, not this thread."""
+        if tensor.numel():
             rank = self.axis.ranks[source]
-            work = self._start(dist.irecv, tensor.view(torch.uint8), rank, group=self.group, tag=self.tags[key] + i)
-            self._await(self.receives.put(work, tensor), f"mail from rank {rank} (to stage {key[1]})", rank)
+            work = self._start(dist.irecv, tensor.view(-1).view(torch.uint8), rank, **matched_by)
+            if tensor.is_cuda:
+                work.wait()
+            else:
+                self._await(self.receives.put(work, tensor), f"mail from rank {rank} (to stage {key[1]})", rank)
         return tensor
 
     def _start(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -186,20 +192,15 @@ class PairMail(GroupMail):
 
     [Note: A group for each key] NCCL has no tags and matches the messages of two ranks in order. On one group, two ranks that send
     to each other would each wait until the other receives. A key goes in one direction and is received in the order in which it is
-    sent, whatever the schedule. Every rank makes the groups of all pairs, in one order: torch names a group by a count.
+    sent, whatever the schedule. Each group has all ranks of the axis's lines, of which torch connects the pairs that use it: so all
+    ranks make equally many groups, by whose count torch names them.
     """
 
     def __init__(self, axis: Axis, device: torch.device, watch: Watch, keys: Sequence[Route], backend: str = "nccl") -> None:
         super().__init__(axis, device, watch, keys)
-        self.groups: dict[Key, dist.ProcessGroup] = {}
+        ranks = tuple(sorted(itertools.chain.from_iterable(axis.lines)))
+        self.groups = {key: _group_of(key, ranks, backend) for key in self.tags}
         self.on_the_way: list[tuple[Any, Tensor]] = []  # sends in flight, with the memory that they read
-        lines = axis.lines if axis.fills_world else (axis.ranks,)
-        for line, (key, source, target) in itertools.product(lines, sorted(keys)):
-            is_own = line == axis.ranks and axis.index in (source, target)
-            if is_own or axis.fills_world:
-                group = _group_of(key, line[source], line[target], backend, alone=not axis.fills_world)
-            if is_own:
-                self.groups[key] = group
 
     def _send_tensor(self, key: Key, to: int, i: int, flat: Tensor) -> None:
         work = self._start(dist.isend, flat, self.axis.ranks[to], group=self.groups[key])
@@ -207,14 +208,7 @@ class PairMail(GroupMail):
 
     def _receive_tensor(self, key: Key, source: int, i: int, form: _Form) -> Tensor:
         tensor = torch.empty(form.shape, dtype=form.dtype, device=self.device)
-        if tensor.numel():
-            rank = self.axis.ranks[source]
-            work = self._start(dist.irecv, tensor.view(-1).view(torch.uint8), rank, group=self.groups[key])
-            if self.device.type == "cuda":
-                work.wait()  # the stream waits, not this thread
-            else:
-                self._await(self.receives.put(work, tensor), f"mail from rank {rank} (to stage {key[1]})", rank)
-        return tensor
+        return self._fill(tensor, key, source, group=self.groups[key])
 
     def flush(self) -> None:
         super().flush()
@@ -223,15 +217,16 @@ class PairMail(GroupMail):
         self.on_the_way.clear()
 
 
-# torch keeps groups of pairs until destroy_process_group(), so these live as long, by the world's group
-_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[Key, int, int, str], Any]] = weakref.WeakKeyDictionary()
+# torch keeps groups until destroy_process_group(), so these live as long, by the world's group
+_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[Key, tuple[int, ...], str], Any]] = weakref.WeakKeyDictionary()
 
 
-def _group_of(key: Key, source: int, target: int, backend: str, *, alone: bool) -> Any:
-    """The pair's group; on other ranks torch's placeholder. Collective over the world, or if `alone` over the pair."""
-    made, place = _GROUPS.setdefault(dist.group.WORLD, {}), (key, source, target, backend)
+def _group_of(key: Key, ranks: tuple[int, ...], backend: str) -> Any:
+    """The ranks' group for a key. Collective over them."""
+    made, place = _GROUPS.setdefault(dist.group.WORLD, {}), (key, ranks, backend)
     if place not in made:
-        made[place] = dist.new_group(sorted((source, target)), backend=backend, use_local_synchronization=alone)
+        is_part = len(ranks) < dist.get_world_size()
+        made[place] = dist.new_group(list(ranks), backend=backend, use_local_synchronization=is_part)
     return made[place]
 
 
