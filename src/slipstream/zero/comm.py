@@ -16,7 +16,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -48,8 +48,8 @@ class Buffer:
     """Memory that a transport can communicate. With shared memory, `peers[r]` is rank r's buffer."""
 
     tensor: Tensor  # 1D
-    peers: list[Tensor] = field(default_factory=list)
-    channel: int = -1  # SharedComm's row of counters
+    peers: Sequence[Tensor] = ()
+    counters: Tensor | None = None  # SharedComm's
     posted: int = 0  # how often this rank has posted its content
 
 

@@ -3,7 +3,7 @@
 Each rank maps its own private segment, every other rank's, and one common segment. A segment is a memfd: it has no name, so it
 disappears even after kill -9, and the size of /dev/shm does not limit it.
 
-counters   one uint32 per (channel, kind, rank), each on its own cache line in the common segment. READY counts how often a
+counters   one uint32 per (buffer, kind, rank), each on its own cache line in the common segment. READY counts how often a
            rank has posted a buffer's content, DONE how often it has finished reading the others'. A reader waits for
            counters, never for a collective, so a rank that takes another branch does not delay the others.
 fences     no rank overwrites memory that others may still read: a published weight changes only after all ranks have
@@ -93,7 +93,6 @@ class SharedComm(Comm):
         super().__init__(axis, torch.device("cpu"))
         self.watch = watch
         self.pids: list[int] = axis.gather(os.getpid())
-        self.counters: list[tuple[Tensor, int]] = []  # per allocation: its counters and the address of the first counter
         self.exchange_buffers = self.allocate([(_EXCHANGE_NUMEL, torch.float64)] * 2)
         self.exchanges = 0
 
@@ -115,59 +114,53 @@ class SharedComm(Comm):
             os.close(common)
         return privates, shared
 
-    def _counters(self, shared: mmap.mmap, num_channels: int) -> int:
-        """Register the counters at the start of `shared`; returns the index of the first channel."""
-        first = sum(tensor.numel() for tensor, _ in self.counters) // (2 * self.size * _LINE)
-        tensor = torch.frombuffer(shared, dtype=torch.uint8, count=num_channels * 2 * self.size * _LINE)
-        self.counters.append((tensor, first))
-        return first
+    def _allocated(self, peers: Sequence[Sequence[Tensor]], shared: mmap.mmap) -> list[Buffer]:
+        """Buffers of these views, of every rank each, with the counters at the start of `shared`."""
+        counters = torch.frombuffer(shared, dtype=torch.uint8, count=self._counters_nbytes(peers)).view(len(peers), -1)
+        return [Buffer(views[self.index], views, own) for views, own in zip(peers, counters, strict=True)]
+
+    def _counters_nbytes(self, buffers: Sequence[object]) -> int:
+        return len(buffers) * 2 * self.size * _LINE
 
     def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         if not requests:
             return []
-        counters_nbytes = len(requests) * 2 * self.size * _LINE
-        privates, shared = self._segments(sum(_pages(*request) for request in requests), counters_nbytes)
-        first = self._counters(shared, len(requests))
-        peers = list(zip(*[_views(mapping, requests) for mapping in privates], strict=True))
-        return [Buffer(list(views)[self.index], list(views), first + i) for i, views in enumerate(peers)]
+        privates, shared = self._segments(sum(_pages(*request) for request in requests), self._counters_nbytes(requests))
+        return self._allocated(list(zip(*(_views(mapping, requests) for mapping in privates), strict=True)), shared)
 
     def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
         if not requests:
             return []
-        counters_nbytes = -(-len(requests) * 2 * self.size * _LINE // _PAGE) * _PAGE
-        _, shared = self._segments(0, counters_nbytes + sum(_pages(*request) for request in requests))
-        first = self._counters(shared, len(requests))
-        views = _views(shared, requests, counters_nbytes)
-        return [Buffer(view, [view] * self.size, first + i) for i, view in enumerate(views)]
+        start = _pages(self._counters_nbytes(requests), torch.uint8)
+        _, shared = self._segments(0, start + sum(_pages(*request) for request in requests))
+        return self._allocated([[view] * self.size for view in _views(shared, requests, start)], shared)
 
     # -- counters --
 
-    def _address(self, channel: int, kind: int, rank: int) -> int:
-        for tensor, first in reversed(self.counters):
-            if channel >= first:
-                return tensor.data_ptr() + (((channel - first) * 2 + kind) * self.size + rank) * _LINE
-        raise AssertionError(f"no channel {channel}")
+    def _address(self, buffer: Buffer, kind: int, rank: int) -> int:
+        assert buffer.counters is not None, "a buffer of another transport"
+        return buffer.counters.data_ptr() + (kind * self.size + rank) * _LINE
 
     def post(self, buffer: Buffer) -> int:
         """Announce new content of this rank's part of `buffer`; returns its number."""
         buffer.posted += 1
-        words.store_release_and_wake(self._address(buffer.channel, _READY, self.index), buffer.posted)
+        words.store_release_and_wake(self._address(buffer, _READY, self.index), buffer.posted)
         return buffer.posted
 
     def wait_posted(self, buffer: Buffer, rank: int, posted: int, operation: str) -> None:
         """Wait until the `rank`-th rank of the axis has posted content number `posted`."""
-        self._await(buffer.channel, _READY, rank, posted, operation)
+        self._await(buffer, _READY, rank, posted, operation)
 
     def mark_read(self, buffer: Buffer, posted: int) -> None:
         """Announce that this rank has read content number `posted` of the other ranks."""
-        words.store_release_and_wake(self._address(buffer.channel, _DONE, self.index), posted)
+        words.store_release_and_wake(self._address(buffer, _DONE, self.index), posted)
 
     def wait_read(self, buffer: Buffer, rank: int, posted: int, operation: str) -> None:
         """Wait until the `rank`-th rank of the axis has read content number `posted`."""
-        self._await(buffer.channel, _DONE, rank, posted, operation)
+        self._await(buffer, _DONE, rank, posted, operation)
 
-    def _await(self, channel: int, kind: int, rank: int, value: int, operation: str) -> None:
-        address = self._address(channel, kind, rank)
+    def _await(self, buffer: Buffer, kind: int, rank: int, value: int, operation: str) -> None:
+        address = self._address(buffer, kind, rank)
         if words.wait_at_least(address, value, _SPIN_US, 0):
             return
         since, peer = time.monotonic(), self.axis.ranks[rank]
@@ -268,7 +261,6 @@ class SharedComm(Comm):
         broadcast_from(tensor, self.axis, 0)
 
     def close(self) -> None:
-        self.counters.clear()
         self.exchange_buffers = []
 
 
