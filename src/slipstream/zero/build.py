@@ -92,13 +92,14 @@ def connect(
         dp = comm(family.shards)
         replicate = comm(family.copies)
         data = dp if family.shards.ranks == family.both.ranks else comm(family.both)
-        group = across = coded = None
+        group = across = None
+        coded: Coded | CodedTwice | None = None
         far = family.across
         if family.group is not None and far is not None and far.group is not None and isinstance(dp, ProcessGroupComm):
             group, across = comm(family.group), ProcessGroupComm(far, far.group, device, watch)
         if gradient_bits and dp.size > 1:
-            twice = group and across and CodedTwice(group, across, dp, family.weight, gradient_bits)
-            coded = twice or Coded(dp, family.weight, gradient_bits)
+            coded = Coded(dp, family.weight, gradient_bits)
+            coded = CodedTwice(group, across, coded) if group is not None and across is not None else coded
         families[key] = Comms(
             family=family, dp=dp, dp_replicate=replicate, data=data, weights=dp, coded=coded, group=group, across=across
         )

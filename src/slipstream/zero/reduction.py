@@ -110,7 +110,12 @@ class Coded:
         coded, index = wire_cuts(cuts, bits), self.comm.index
         self.comm.reusable(wire)
         encode(full.tensor[cuts[index] : cuts[index + 1]], wire.tensor[coded[index] : coded[index + 1]], bits, feedback)
-        return self.comm.all_gather(wire, coded).then(lambda _: _decode_mean(full.tensor, wire.tensor, cuts, bits, index))
+
+        def decode(_: None) -> Partial | None:
+            spans = zip(itertools.pairwise(cuts), itertools.pairwise(coded), strict=True)
+            return [sum_coded(full.tensor[slice(*span)], [wire.tensor[slice(*codes)]], bits) for span, codes in spans][index]
+
+        return self.comm.all_gather(wire, coded).then(decode)
 
 
 @dataclass(slots=True)
@@ -122,10 +127,12 @@ class CodedTwice:
 
     comm: Comm  # neighbors on dp: a group
     across: Comm  # the ranks with this rank's place in each group
-    dp: Comm
-    weight: float
-    bits: int
+    once: Coded  # over dp: sends means
     room: Scratch = field(default_factory=Scratch)
+
+    @property
+    def bits(self) -> int:
+        return self.once.bits
 
     def scatter(
         self, values: Tensor, wire: Buffer, cuts: Cuts, out: Tensor, feedback: Feedback | None, *, alpha: float, accumulate: bool
@@ -140,7 +147,7 @@ class CodedTwice:
         shares = list(itertools.accumulate((cuts[i + 1] - cuts[i] for i in own), initial=0))
 
         def add(sources: list[Tensor]) -> Partial:
-            return sum_coded(out, sources, self.bits, alpha=alpha * self.weight, accumulate=accumulate)
+            return sum_coded(out, sources, self.bits, alpha=alpha * self.once.weight, accumulate=accumulate)
 
         def cross(sources: list[Tensor]) -> Pending[Partial]:
             total = out.new_empty(shares[-1], dtype=torch.float32)
@@ -153,22 +160,8 @@ class CodedTwice:
         return Pending(lambda: within.wait().wait())
 
     def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Pending[Partial | None]:
-        bits = _MEAN_BITS if feedback is None else self.bits
-        coded, index = wire_cuts(cuts, bits), self.dp.index
-        own, codes = (
-            torch.empty(n, dtype=torch.uint8, device=full.tensor.device) for n in (coded[index + 1] - coded[index], coded[-1])
-        )
-        encode(full.tensor[cuts[index] : cuts[index + 1]], own, bits, feedback)
-        return self.dp.gather_into(codes, own, coded).then(lambda _: _decode_mean(full.tensor, codes, cuts, bits, index))
-
-
-def _decode_mean(full: Tensor, codes: Tensor, cuts: Cuts, bits: int, index: int) -> Partial | None:
-    """Decode all spans; returns the sum of squares of this rank's span."""
-    coded, own = wire_cuts(cuts, bits), None
-    for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
-        partial = sum_coded(full[start:stop], [codes[coded[i] : coded[i + 1]]], bits)
-        own = partial if i == index else own
-    return own
+        self.comm.reusable(wire)
+        return self.once.spread(full, wire, cuts, feedback)
 
 
 @dataclass(frozen=True, slots=True)
