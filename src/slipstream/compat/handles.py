@@ -20,7 +20,7 @@ from slipstream.data.sampler import CurriculumLoader
 from slipstream.train.data import StatefulLoader
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import _Scale
-from slipstream.zero import access
+from slipstream.zero.shown import refresh_masters
 
 
 class LossScaleConfig:
@@ -99,7 +99,8 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
         """Copy weights written through `param.data` into the masters. Not needed after in-place writes to `param`."""
         with self.engine.together("optimizer.refresh_fp32_params"):
             for unit in self.engine.units:
-                access.refresh_masters(unit)
+                for i in () if unit.placement.weights else range(len(unit.params)):
+                    refresh_masters(unit, i)
 
     def get_lr(self) -> Any:
         return self.param_groups[0]["lr"]

@@ -17,7 +17,7 @@ from slipstream.world.mesh import Axis
 from slipstream.zero.comm import Comm, broadcast_from, reduce_into, sum_over
 from slipstream.zero.layout import ALIGN, Slot
 from slipstream.zero.leaves import Part, Ranges, cuts_of, take
-from slipstream.zero.shown import check_writes, refuse_writes
+from slipstream.zero.shown import check_writes, refuse_writes, write_masters
 from slipstream.zero.storage.store import MemoryStore, fill_zero, round_up
 from slipstream.zero.unit import State, Unit
 
@@ -334,7 +334,7 @@ def write_back(unit: Unit, indices: Iterable[int], values: Tensor) -> None:
         for i in indices:
             slot = unit.layout.slots[i]
             new = values[slice(*slot.span)]
-            _write_masters(unit, slot, new)
+            write_masters(unit, slot, new)
             if not unit.placement.weights:
                 unit.full[slice(*slot.span)].copy_(new)
             else:
@@ -344,22 +344,3 @@ def write_back(unit: Unit, indices: Iterable[int], values: Tensor) -> None:
         unit.publish()
     else:
         unit.shown.num_changes += 1
-
-
-def refresh_masters(unit: Unit) -> None:
-    """Copy replicated weights into the masters, after writes that version counters do not show, such as to `param.data`."""
-    if not unit.placement.weights:
-        refuse_writes(unit)
-        for slot in unit.layout.slots:
-            _write_masters(unit, slot, unit.full[slice(*slot.span)])
-
-
-def _write_masters(unit: Unit, slot: Slot, values: Tensor) -> None:
-    """Write a parameter's values into the masters. Elements whose rounded value has not changed keep their precision."""
-    if unit.out is None:
-        return
-    inside, of_param = slot.common(unit.optim_span)
-    master = unit.master.get(inside.start, inside.stop)
-    new = values[of_param].to(master.device)
-    changed = master.to(new.dtype) != new
-    unit.master.put(inside.start, torch.where(changed, new.to(master.dtype), master))

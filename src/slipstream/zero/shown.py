@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from slipstream.zero.layout import Layout
+from slipstream.zero.layout import Layout, Slot
 from slipstream.zero.materialize import move_in
 from slipstream.zero.parameter import parameter_classes
 from slipstream.zero.storage.store import MemoryStore
@@ -187,7 +187,7 @@ def check_writes(unit: Unit) -> None:
                 f"sharded, so the write cannot reach the ranks that own them. Write inside `with "
                 f"slipstream.zero.gathered(param):`"
             )
-        _refresh_master(unit, i)
+        refresh_masters(unit, i)
         unit.shown.accept_write(i)
 
 
@@ -200,11 +200,19 @@ def refuse_writes(unit: Unit) -> None:
         )
 
 
-def _refresh_master(unit: Unit, i: int) -> None:
-    """Replicated weights: copy parameter i into the master."""
-    if unit.out is None:
-        return
+def refresh_masters(unit: Unit, i: int) -> None:
+    """Copy parameter i of replicated weights into the masters."""
     refuse_writes(unit)
     slot = unit.layout.slots[i]
+    write_masters(unit, slot, unit.full[slice(*slot.span)])
+
+
+def write_masters(unit: Unit, slot: Slot, values: Tensor) -> None:
+    """Write a parameter's values into the masters. Elements whose rounded value has not changed keep their precision."""
+    if unit.out is None:
+        return
     inside, of_param = slot.common(unit.optim_span)
-    unit.master.put(inside.start, unit.full[slice(*slot.span)][of_param])
+    master = unit.master.get(inside.start, inside.stop)
+    new = values[of_param].to(master.device)
+    changed = master.to(new.dtype) != new
+    unit.master.put(inside.start, torch.where(changed, new.to(master.dtype), master))
