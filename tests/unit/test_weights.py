@@ -37,8 +37,11 @@ def state(**changes: Tensor | None) -> dict[str, Tensor]:
         ({f"x.y.{name}": value for name, value in state().items()}, r'rename=lambda name: name.removeprefix\("x.y."\)'),
         ({name.removeprefix("body."): value for name, value in state(mask=None).items()}, r'rename=lambda name: "body." \+ name'),
         (state(body__a__weight=torch.ones(2, 4)), r"'body.a.weight' has shape \(2, 4\) in the files and \(2, 3\) in the model"),
-        (state(mask=torch.ones(2)), r"'mask' is F32 in the files and torch.int64 in the model, and no cast"),
-        (state(body__b__bias=torch.ones(2).to(torch.float8_e4m3fn)), r"'body.b.bias' is F8_E4M3 in the files.*save it as BF16"),
+        (state(mask=torch.ones(2)), r"'mask' is torch.float32 in the files and torch.int64 in the model, and no cast"),
+        (
+            state(body__b__bias=torch.ones(2).to(torch.float8_e4m3fn)),
+            r"'body.b.bias' is torch.float8_e4m3fn in the files.*save it as bfloat16",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
@@ -151,8 +154,14 @@ def test_stacks_of_experts_are_made_of_a_tensor_per_expert(is_older: bool, tmp_p
     ("change", "message"),
     [
         ({"1.w3": None}, r"experts.gate_up_proj' has 3 experts, and the files lack 'model.block_sparse_moe.experts.1.w3.weight'"),
-        ({"2.w2": torch.ones(2, 3)}, r"experts.2.w2.weight' is F32 of shape \(2, 3\) in the files, and not F32 of shape \(3, 2\)"),
-        ({"2.w1": torch.ones(2, 3).bfloat16()}, r"2.w1.weight' is BF16 of shape \(2, 3\) in the files, and not F32"),
+        (
+            {"2.w2": torch.ones(2, 3)},
+            r"experts.2.w2.weight' is torch.float32 of shape \(2, 3\) in the files, and not torch.float32 of shape \(3, 2\)",
+        ),
+        (
+            {"2.w1": torch.ones(2, 3).bfloat16()},
+            r"2.w1.weight' is torch.bfloat16 of shape \(2, 3\) in the files, and not torch.float32",
+        ),
         ({"3.w1": torch.ones(2, 3)}, "they have 'model.block_sparse_moe.experts.3.w1.weight', which the model does not"),
         ({"0.w2": None}, "they lack 'model.mlp.experts.down_proj'; they have 'model.block_sparse_moe.experts.1.w2.weight'"),
     ],

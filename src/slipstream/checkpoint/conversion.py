@@ -25,7 +25,7 @@ from slipstream.checkpoint.load import retry_if_replaced
 from slipstream.checkpoint.save import save
 from slipstream.checkpoint.upcycle import USED, upcycle
 from slipstream.checkpoint.values import decode, encode
-from slipstream.checkpoint.weights import DTYPES, entry_of, files_of, read_header
+from slipstream.checkpoint.weights import files_of, needs_more_than_cast, read_header
 from slipstream.config.huggingface import INDEX, SINGLE, read_config
 
 Kind = Literal["hf", "slipstream", "deepspeed"]
@@ -103,13 +103,12 @@ def _of_hf(folder: Path) -> Document:
     tensors: dict[str, Entry] = {}
     try:
         for file in files_of(folder):
-            files[file.name] = file.stat().st_size
-            for stored in read_header(file):
-                if stored.dtype not in DTYPES:
-                    raise ValueError(f"{stored.name!r} is {stored.dtype}, which needs more than a cast")
-                entry = entry_of(stored, lambda path: path.name)
-                if tensors.setdefault(f"model.{stored.name}", entry) is not entry:
-                    raise ValueError(f"{stored.name!r} is in two of its files")
+            files[str(file)] = file.stat().st_size
+            for name, entry in read_header(file).items():
+                if needs_more_than_cast(entry.dtype):
+                    raise ValueError(f"{name!r} is {entry.dtype}, which needs more than a cast")
+                if tensors.setdefault(f"model.{name}", entry) is not entry:
+                    raise ValueError(f"{name!r} is in two of its files")
         config = folder / "config.json"
         model_config = read_config(config) if config.is_file() else None
         shared, _ = encode({"contents": "weights", "client": {}, "model_config": model_config}, "config.json", "$shared")

@@ -6,9 +6,9 @@ Files from before transformers 5 have this layout, files that it writes, and che
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from slipstream.checkpoint.document import Entry, Piece
 from slipstream.checkpoint.errors import CheckpointError
@@ -18,22 +18,29 @@ from slipstream.checkpoint.flat_slice import Box, Shape
 _MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
-class _Stored(Protocol):
-    @property
-    def shape(self) -> Shape: ...
+class Found(NamedTuple):
+    """A model's tensor, and the names of what files have of it."""
 
-    @property
-    def dtype(self) -> Any: ...
-
-
-class StackPart(NamedTuple):
-    """One expert's matrix in a stack."""
-
-    box: Box
-    name: str  # in the files
+    entry: Entry
+    names: list[str]
 
 
-def names_in_files(name: str) -> Iterator[str]:
+def find(names: Iterable[str], shape: Shape, stored: Mapping[str, Entry], misfits: list[str]) -> Found | None:
+    """A tensor of these names that files have under an older one, or a stack of `shape` of which they have the parts; None if they
+    have neither. Parts that do not fit go to `misfits`."""
+    file_names = [each for name in names for each in _names_in_files(name)]
+    for name in file_names:
+        if name in stored:
+            return Found(stored[name], [name])
+    for name in file_names:
+        layer, _, leaf = name.rpartition(".")
+        matrices = next((each for each in _MATRICES.get(leaf, ()) if f"{layer}.0.{each[0]}.weight" in stored), ())
+        if matrices and len(shape) == 3 and shape[1] % len(matrices) == 0:
+            return _stack(name, shape, matrices, stored, misfits)
+    return None
+
+
+def _names_in_files(name: str) -> Iterator[str]:
     """The names that a model's tensor may have in files, where the expert layers of Mixtral and PhiMoE have an older name."""
     yield name
     older = name.replace(".mlp.", ".block_sparse_moe.")
@@ -41,30 +48,24 @@ def names_in_files(name: str) -> Iterator[str]:
     yield older.replace(".router.", ".gate.")
 
 
-def parts_of_stack(names: Iterable[str], shape: Shape, stored: Mapping[str, _Stored], misfits: list[str]) -> list[StackPart]:
-    """The parts of a stack of `shape` under one of these names; [] if there are none. Parts that do not fit go to `misfits`."""
-    for name in names:
-        layer, _, leaf = name.rpartition(".")
-        matrices = next((each for each in _MATRICES.get(leaf, ()) if f"{layer}.0.{each[0]}.weight" in stored), ())
-        if not matrices or len(shape) != 3 or shape[1] % len(matrices):
-            continue
-        rows = shape[1] // len(matrices)
-        parts: list[StackPart] = []
-        for expert, (i, matrix) in itertools.product(range(shape[0]), enumerate(matrices)):
-            full = f"{layer}.{expert}.{matrix}.weight"
-            part = stored.get(full)
-            wanted = stored[parts[0].name].dtype if parts else None
-            if part is None:
-                misfits.append(f"{name!r} has {shape[0]} experts, and the files lack {full!r}")
-            elif part.shape != (rows, shape[2]) or part.dtype != (wanted or part.dtype):
-                misfits.append(
-                    f"{full!r} is {part.dtype} of shape {part.shape} in the files, and not {wanted or part.dtype} of shape "
-                    f"{(rows, shape[2])}"
-                )
-            else:
-                parts.append(StackPart(Box((expert, i * rows, 0), (1, rows, shape[2])), full))
-        return parts
-    return []
+def _stack(name: str, shape: Shape, matrices: Sequence[str], stored: Mapping[str, Entry], misfits: list[str]) -> Found | None:
+    layer, rows = name.rpartition(".")[0], shape[1] // len(matrices)
+    pieces, names = list[Piece](), list[str]()
+    for expert, (i, matrix) in itertools.product(range(shape[0]), enumerate(matrices)):
+        full = f"{layer}.{expert}.{matrix}.weight"
+        part = stored.get(full)
+        wanted = stored[names[0]].dtype if names else None
+        if part is None:
+            misfits.append(f"{name!r} has {shape[0]} experts, and the files lack {full!r}")
+        elif part.shape != (rows, shape[2]) or part.dtype is not (wanted or part.dtype):
+            misfits.append(
+                f"{full!r} is {part.dtype} of shape {part.shape} in the files, and not {wanted or part.dtype} of shape "
+                f"{(rows, shape[2])}"
+            )
+        else:
+            names.append(full)
+            pieces += [_moved(piece, expert, i * rows) for piece in part.pieces]
+    return Found(replace(stored[names[0]], shape=shape, pieces=tuple(pieces)), names) if names else None
 
 
 class Restacked(NamedTuple):
@@ -82,13 +83,9 @@ def restack(tensors: Mapping[str, Entry], wanted: Mapping[str, Shape], needed: C
     for name, shape in wanted.items():
         if name in tensors:
             continue
-        file_names, unfit = list(names_in_files(name)), list[str]()
-        older = next((each for each in file_names if each in free), None)
-        if older is not None:
-            result[name], parts[name] = tensors[older], [older]
-        elif (stacked := parts_of_stack(file_names, shape, free, unfit)) and not unfit:
-            pieces = tuple(_moved(piece, box) for box, part in stacked for piece in tensors[part].pieces)
-            result[name], parts[name] = replace(tensors[stacked[0].name], shape=shape, pieces=pieces), [part for _, part in stacked]
+        unfit = list[str]()
+        if (found := find([name], shape, free, unfit)) is not None and not unfit:
+            result[name], parts[name] = found
         misfits += unfit if name in needed else []
     if misfits:
         raise CheckpointError("; ".join(misfits[:5]))
@@ -98,8 +95,7 @@ def restack(tensors: Mapping[str, Entry], wanted: Mapping[str, Shape], needed: C
     return Restacked(result, parts)
 
 
-def _moved(piece: Piece, to: Box) -> Piece:
-    """A piece of an expert's matrix as a piece of the stack, where the matrix has the place `to`."""
-    expert, first, _ = to.offsets
+def _moved(piece: Piece, expert: int, first: int) -> Piece:
+    """A piece of an expert's matrix as a piece of the stack, where the matrix begins at row `first` of the expert."""
     row, column = piece.box.offsets
     return replace(piece, box=Box((expert, first + row, column), (1, *piece.box.sizes)))

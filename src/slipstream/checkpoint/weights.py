@@ -11,9 +11,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from slipstream.checkpoint.box_reader import BoxReader
 from slipstream.checkpoint.document import SIZE_LIMIT, Document, Entry, Piece
-from slipstream.checkpoint.flat_slice import Box, Shape, whole_box
-from slipstream.checkpoint.stacks import names_in_files, parts_of_stack
+from slipstream.checkpoint.flat_slice import whole_box
+from slipstream.checkpoint.stacks import Found, find
 from slipstream.config.huggingface import INDEX, SINGLE, weight_files
 from slipstream.ops.rows import RowForm, quantize_rows
 from slipstream.zero.leaves import whole_shape
@@ -39,36 +39,14 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 WORDS = {dtype: word for word, dtype in DTYPES.items()}  # torch's dtype -> safetensors' name
-
-
-class StoredWeights(NamedTuple):
-    """One tensor of a file."""
-
-    file: Path
-    name: str  # in the file
-    shape: Shape
-    dtype: str  # safetensors' name
-    at: int  # the first byte
-
-    @property
-    def parts(self) -> tuple[tuple[Box, StoredWeights], ...]:
-        return ((whole_box(self.shape), self),)
-
-
-class StackedWeights(NamedTuple):
-    """A stack of experts' matrices, each a tensor of a file."""
-
-    shape: Shape
-    parts: tuple[tuple[Box, StoredWeights], ...]
-
-    @property
-    def dtype(self) -> str:
-        return self.parts[0][1].dtype
-
-
-Source = StoredWeights | StackedWeights
 
 
 class WeightFiles:
@@ -78,15 +56,13 @@ class WeightFiles:
     quantizes them.
     """
 
-    def __init__(self, stored: Mapping[str, Source], left_out: str, forms: Mapping[str, RowForm]) -> None:
+    def __init__(self, stored: Mapping[str, Entry], left_out: str, forms: Mapping[str, RowForm]) -> None:
         self._stored, self.left_out = stored, left_out
-        self._forms = {name: form for name, form in forms.items() if name in stored and stored[name].dtype != "U8"}
-        files = {file: Path(file).stat().st_size for file in {str(part.file) for each in stored.values() for _, part in each.parts}}
-        tensors = {name: entry_of(each) for name, each in stored.items()}
-        self._reader = BoxReader(Path(), Document(files=files, tensors=tensors))
-        heads = sorted(
-            (name, part.name, part.shape, part.dtype, part.file.name) for name, each in stored.items() for _, part in each.parts
-        )
+        self._forms = {name: form for name, form in forms.items() if name in stored and stored[name].dtype is not torch.uint8}
+        pieces = [(name, entry.dtype, piece) for name, entry in stored.items() for piece in entry.pieces]
+        files = {file: Path(file).stat().st_size for file in {piece.file for _, _, piece in pieces}}
+        self._reader = BoxReader(Path(), Document(files=files, tensors=stored))
+        heads = sorted((name, str(dtype), piece.box, Path(piece.file).name) for name, dtype, piece in pieces)
         self.fingerprint = hashlib.sha256(repr(heads).encode()).hexdigest()
 
     def __contains__(self, name: str) -> bool:
@@ -96,9 +72,7 @@ class WeightFiles:
         return False
 
     def dtype(self, name: str) -> torch.dtype:
-        if name in self._forms:
-            return torch.uint8
-        return DTYPES[self._stored[name].dtype]
+        return torch.uint8 if name in self._forms else self._stored[name].dtype
 
     def fetch(self, names: Sequence[str]) -> None:
         """A no-op: `read` reads ranges from the files."""
@@ -117,12 +91,6 @@ class WeightFiles:
         self._reader.close()
 
 
-def entry_of(source: Source, name: Callable[[Path], str] = str) -> Entry:
-    """name: the document's name of a file"""
-    pieces = (Piece(box=box, file=name(part.file), at=part.at, crc32=()) for box, part in source.parts)
-    return Entry(dtype=DTYPES[source.dtype], shape=source.shape, pieces=tuple(pieces))
-
-
 def open_weights(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     model: nn.Module,
@@ -136,55 +104,47 @@ def open_weights(
     forms: by name, for quantized parameters, which the files may hold as floating-point values
     """
     stored, tensors = _stored(path, rename), _names(model)
-    entries: dict[str, Source] = {}
+    entries: dict[str, Entry] = {}
     missing: list[str] = []
     misfits: list[str] = []
-    used: set[str] = set()
     model_names = {name for names, _ in tensors for name in names}
-    free = {name: each for name, each in stored.items() if name not in model_names}
+    free = {name: entry for name, entry in stored.items() if name not in model_names}
+    surplus = dict(free)
     for names, tensor in tensors:
-        source: Source | None = next((stored[name] for name in names if name in stored), None)
-        if source is None:
-            source = _under_other_names(names, whole_shape(tensor), free, misfits)
-        if source is None:
+        same = next((stored[name] for name in names if name in stored), None)
+        found = find(names, whole_shape(tensor), free, misfits) if same is None else Found(same, [])
+        if found is None:
             missing.append(names[0])
             continue
-        used |= {part.name for _, part in source.parts}
-        entries |= dict.fromkeys(names, source)
+        for name in found.names:
+            surplus.pop(name, None)
+        entries |= dict.fromkeys(names, found.entry)
         form = (forms or {}).get(names[0])
-        if form is not None and source.dtype != "U8":  # `read` quantizes it
+        if form is not None and found.entry.dtype is not torch.uint8:  # `read` quantizes it
             tensor = torch.empty(len(tensor), form.columns, device="meta")
-        misfits += _misfit(names[0], tensor, source)
-    surplus = [name for name, each in stored.items() if name not in model_names and each.name not in used]
+        misfits += _misfit(names[0], tensor, found.entry)
     differences = [f"they lack {_some(missing)}"] if missing else []
-    differences += [f"they have {_some(surplus)}, which the model does not"] if surplus else []
+    differences += [f"they have {_some([*surplus])}, which the model does not"] if surplus else []
     if misfits or (strict and differences):
-        remedy = _remedy(missing, surplus) if strict and differences else ""
+        remedy = _remedy(missing, [*surplus]) if strict and differences else ""
         reasons = "; ".join(misfits[:5] + differences)
         raise ValueError(f"the weights in {path} do not fit this {type(model).__name__}: {reasons}{remedy}")
     return WeightFiles(entries, f"{'; '.join(differences)} ({path})" if differences else "", forms or {})
 
 
-def _stored(path: Any, rename: Callable[[str], str] | None) -> dict[str, StoredWeights]:
+def _stored(path: Any, rename: Callable[[str], str] | None) -> dict[str, Entry]:
     """The tensors of the files, by their name in the model. Raises ValueError if two have the same name."""
-    stored: dict[str, StoredWeights] = {}
+    stored: dict[str, Entry] = {}
+    origins: dict[str, str] = {}
     for file in files_of(path):
-        for entry in _header(file):
-            name = entry.name if rename is None else rename(entry.name)
+        for own, entry in sorted(_header(file).items()):
+            name, origin = own if rename is None else rename(own), f"{own!r} of {file}"
             if name in stored:
-                pair = f"{entry.name!r} of {file} and {stored[name].name!r} of {stored[name].file}"
-                raise ValueError(f"{pair} are both to be {name!r}; name only one of the files, or mend rename=")
-            stored[name] = entry
+                raise ValueError(
+                    f"{origin} and {origins[name]} are both to be {name!r}; name only one of the files, or mend rename="
+                )
+            stored[name], origins[name] = entry, origin
     return stored
-
-
-def _under_other_names(names: Sequence[str], whole: Shape, free: Mapping[str, StoredWeights], misfits: list[str]) -> Source | None:
-    """The tensor, or a stack of tensors, that files name differently; None if there is none."""
-    file_names = [name for each in names for name in names_in_files(each)]
-    source = next((free[name] for name in file_names if name in free), None)
-    if source is None and (parts := parts_of_stack(file_names, whole, free, misfits)):
-        return StackedWeights(whole, tuple((box, free[name]) for box, name in parts))
-    return source
 
 
 def check_same(fingerprints: Iterable[str]) -> None:
@@ -207,16 +167,16 @@ def files_of(path: Any) -> list[Path]:
     return files
 
 
-def _header(file: Path) -> list[StoredWeights]:
+def _header(file: Path) -> dict[str, Entry]:
     try:
-        return sorted(read_header(file))
+        return read_header(file)
     except FileNotFoundError:
         raise ValueError(f"there is no {file}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is no whole safetensors file (pickled weights are never read): {error}") from None
 
 
-def read_header(file: Path) -> Iterator[StoredWeights]:
+def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file. Any other file raises ValueError, KeyError, TypeError or AttributeError."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
@@ -224,15 +184,25 @@ def read_header(file: Path) -> Iterator[StoredWeights]:
         if not 8 < first <= min(size, SIZE_LIMIT):
             raise ValueError(f"{file.name} is no safetensors file, or cut off")
         header = json.loads(opened.read(first - 8))
+    entries: dict[str, Entry] = {}
     for name, fields in header.items():
         if name == "__metadata__":
             continue
         shape, (start, stop) = tuple(map(int, fields["shape"])), map(int, fields["data_offsets"])
-        dtype = DTYPES.get(fields["dtype"])
-        fits = dtype is None or stop - start == math.prod(shape) * dtype.itemsize
+        if fields["dtype"] not in DTYPES:
+            raise ValueError(f"{name!r} is {fields['dtype']}, of which torch has no tensors")
+        dtype = DTYPES[fields["dtype"]]
+        fits = stop - start == math.prod(shape) * dtype.itemsize
         if not fits or min(shape, default=0) < 0 or not 0 <= start <= stop <= size - first:
             raise ValueError(f"{name!r} of shape {shape} claims bytes [{start}, {stop}) of {file.name}, which has {size}")
-        yield StoredWeights(file, name, shape, fields["dtype"], first + start)
+        piece = Piece(box=whole_box(shape), file=str(file), at=first + start, crc32=())
+        entries[name] = Entry(dtype=dtype, shape=shape, pieces=(piece,))
+    return entries
+
+
+def needs_more_than_cast(dtype: torch.dtype) -> bool:
+    """Whether numbers of a stored dtype are codes, which only their scales turn into weights."""
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
@@ -246,13 +216,14 @@ def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     return list(names_of.values())
 
 
-def _misfit(name: str, tensor: Tensor, stored: Source) -> list[str]:
+def _misfit(name: str, tensor: Tensor, stored: Entry) -> list[str]:
     if stored.shape != (shape := whole_shape(tensor)):
         return [f"{name!r} has shape {stored.shape} in the files and {shape} in the model"]
-    dtype = DTYPES.get(stored.dtype)
-    if dtype is None:
-        return [f"{name!r} is {stored.dtype} in the files, which needs more than a cast; save it as BF16 or F32"]
-    if dtype is not tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+    if stored.dtype is tensor.dtype:
+        return []
+    if needs_more_than_cast(stored.dtype):
+        return [f"{name!r} is {stored.dtype} in the files, which needs more than a cast; save it as bfloat16 or float32"]
+    if not (stored.dtype.is_floating_point and tensor.dtype.is_floating_point):
         return [f"{name!r} is {stored.dtype} in the files and {tensor.dtype} in the model, and no cast converts one to the other"]
     return []
 
