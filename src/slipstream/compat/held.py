@@ -98,14 +98,21 @@ def deal(param: nn.Parameter, values: Tensor, group: Any, source: int) -> Tensor
     return received.cpu().view(param.dtype)
 
 
-def all_gather(param: Any) -> Tensor:
-    """All-gather a held parameter into a new CPU tensor of its shape. Collective. Raises as `refuse_written`."""
-    refuse_written([param])
-    return gather(param)
+def reveal(params: Sequence[Any]) -> None:
+    """Turn held parameters into ordinary ones with all values, in host memory. Collective. Raises as `refuse_written`."""
+    refuse_written(params)
+    for param in params:
+        values = _joined(param)
+        param.__class__, param.data = nn.Parameter, values
 
 
 def gather(param: Any) -> Tensor:
-    """`all_gather` after `refuse_written`."""
+    """The values of a held parameter in a new CPU tensor of its shape. Collective. Raises as `refuse_written`."""
+    refuse_written([param])
+    return _joined(param)
+
+
+def _joined(param: Any) -> Tensor:
     group = param.ds_process_group
     _, size = _group_rank(group)
     if size == 1:
@@ -183,7 +190,7 @@ class HeldParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return an ordinary parameter with all values; `initialize` shards copies of layers."""
-        copy = nn.Parameter(all_gather(self), requires_grad=self.requires_grad)
+        copy = nn.Parameter(gather(self), requires_grad=self.requires_grad)
         memo[id(self)] = copy
         return copy
 
@@ -212,7 +219,7 @@ def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     def gather_value(value: Any) -> Any:
         if isinstance(value, HeldParameter):
             if id(value) not in gathered:
-                gathered[id(value)] = value, all_gather(value)
+                gathered[id(value)] = value, gather(value)
             return gathered[id(value)][1]
         if isinstance(value, _HeldView):
             gathered[id(value.source[0])] = value.source
@@ -279,7 +286,7 @@ def _stand_in(param: Any, dtype: torch.dtype) -> _StandIn:
 def _own_values(module: nn.Module, name: str, buffer: Tensor | None) -> Any:
     """A buffer that a constructor makes of a held parameter, with values of its own."""
     if isinstance(buffer, _StandIn):
-        return all_gather(buffer.source).to(buffer.dtype)
+        return gather(buffer.source).to(buffer.dtype)
     return buffer.as_subclass(Tensor) if isinstance(buffer, _HeldView) else buffer
 
 
@@ -312,7 +319,7 @@ def hold(param: Any, group: Any, source: int = 0) -> None:
     if param.numel() == 0 or param.is_meta:
         return
     if isinstance(param, _StandIn):  # nn.Parameter(another.float()) inside Init
-        param.__class__, param.data = nn.Parameter, all_gather(param.source).to(param.dtype)  # type: ignore[assignment]
+        param.__class__, param.data = nn.Parameter, gather(param.source).to(param.dtype)  # type: ignore[assignment]
     param.ds_tensor = deal(param, param.data, group, source)
     param.ds_process_group, param.ds_id = group, next(parameter_ids)
     param.ds_shape, param.ds_numel = param.shape, param.numel()
@@ -477,7 +484,7 @@ class _HeldReader:
         self._values = {name: self._value(name).reshape(-1) for name in names}
 
     def _value(self, name: str) -> Tensor:
-        values, form = gather(self.named[name]), self._forms.get(name)
+        values, form = _joined(self.named[name]), self._forms.get(name)
         return values if form is None else quantize_rows(values, form)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -532,13 +539,9 @@ def _readable(model: nn.Module | None) -> Iterator[None]:
 
 def materialize(model: nn.Module) -> None:
     """Turn the model's held parameters into ordinary ones with all values. Collective."""
-    params: list[Any] = [param for param in model.parameters() if is_held(param)]
-    refuse_written(params)
-    for param in params:
-        values = gather(param)
-        param.__class__ = nn.Parameter
-        param.data = values
-        remove_attributes([param])
+    params = [param for param in model.parameters() if is_held(param)]
+    reveal(params)
+    remove_attributes(params)
 
 
 def remove_attributes(params: Iterable[nn.Parameter], keep: Iterable[nn.Parameter] = ()) -> None:

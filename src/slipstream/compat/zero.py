@@ -21,15 +21,14 @@ from slipstream.compat.held import (
     Init,
     ZeroParamStatus,
     deal,
-    gather,
     hide,
     hold,
     is_held,
     is_zero_param,
     least_over,
     parameter_ids,
-    refuse_written,
     remove_attributes,
+    reveal,
     stored,
 )
 from slipstream.compat.utils import z3_leaf_module
@@ -79,11 +78,8 @@ class GatheredParameters:
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        refuse_written(self.held_params)
+        reveal(self.held_params)
         for param in self.held_params:
-            values = gather(param)
-            param.__class__ = nn.Parameter
-            param.data = values
             param.ds_status = ZeroParamStatus.AVAILABLE
         if self.modifier_rank is None and not Init.is_open():
             self._read = [_GatheredRead(param, None, 0) for param in self.held_params]
