@@ -270,7 +270,7 @@ def sweep(directory: Path, tag: str) -> None:
         if match["role"] == "old" and not target.exists():
             os.rename(path, target)
             continue
-        _remove_dead(path, own=match["tag"] == tag)
+        remove_dead(path, own=match["tag"] == tag)
 
 
 def sweep_drafts(target: Path) -> None:
@@ -280,10 +280,11 @@ def sweep_drafts(target: Path) -> None:
     drafts = [parent / name for name, match in siblings if match["tag"] == target.name and match["role"] == "tmp"]
     drafts += [path for path in target.glob(".tmp-*") if _INSIDE.fullmatch(path.name)]
     for path in drafts:
-        _remove_dead(path, own=True)
+        remove_dead(path, own=True)
 
 
-def _remove_dead(path: Path, own: bool) -> None:
+def remove_dead(path: Path, own: bool) -> None:
+    """Remove a folder whose process has ended. own: also if the file system has no locks, which would tell."""
     lock = lock_folder(path)
     if lock is not None and (lock != NO_LOCKS or own):
         shutil.rmtree(path, ignore_errors=True)

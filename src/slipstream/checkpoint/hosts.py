@@ -27,12 +27,12 @@ from torch import Tensor
 
 from slipstream.checkpoint.directory import (
     LATEST,
-    NO_LOCKS,
     committed_tags,
     is_deepspeed,
     lock_folder,
     read_latest,
     remove,
+    remove_dead,
     sweep,
     unlock,
     write_synced,
@@ -275,9 +275,7 @@ def _holding(parent: Path, hosts: Hosts, wanted: Sequence[str] | None) -> _Holdi
 def _sweep_beside(parent: Path) -> None:
     """Remove the folders that killed loads left. Without locks in the file system, do nothing, because a load may be running."""
     for folder in parent.glob(f"{_BESIDE}*"):
-        if (lock := lock_folder(folder)) not in (None, NO_LOCKS):
-            shutil.rmtree(folder, ignore_errors=True)
-            unlock(lock)
+        remove_dead(folder, own=False)
 
 
 def _size(path: Path) -> int:

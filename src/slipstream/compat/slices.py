@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from slipstream.checkpoint.box_reader import BoxReader
+from slipstream.checkpoint.document import Document, Entry, Piece
 from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.flat_slice import whole_box
 from slipstream.checkpoint.pickled import Stored, read
 from slipstream.config.huggingface import read_json
 
@@ -173,10 +176,17 @@ def _read(path: Path) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
             break
-    state = {name.removeprefix("language_model."): _tensor(stored) for name, stored in _flat(content, "")}
-    if not state:
+    found = {name.removeprefix("language_model."): stored for name, stored in _flat(content, "")}
+    if not found:
         raise CheckpointError(f"{path} has no tensors")
-    return state
+    entries: dict[str, Entry] = {}
+    for name, stored in found.items():
+        if stored.at < 0:
+            raise CheckpointError(f"{path}: a tensor of shape {list(stored.shape)} is not contiguous; save it contiguous")
+        piece = Piece(box=whole_box(stored.shape), file=str(path), at=stored.at, crc32=(), zip_record=stored.record)
+        entries[name] = Entry(dtype=stored.dtype, shape=stored.shape, pieces=(piece,))
+    with closing(BoxReader(Path(), Document(files={str(path): path.stat().st_size}, tensors=entries))) as reader:
+        return {name: reader.tensor(name) for name in entries}
 
 
 def _flat(content: Any, prefix: str) -> Iterator[tuple[str, Stored]]:
@@ -185,22 +195,6 @@ def _flat(content: Any, prefix: str) -> Iterator[tuple[str, Stored]]:
             yield f"{prefix}{name}", value
         else:
             yield from _flat(value, f"{prefix}{name}.")
-
-
-def _tensor(stored: Stored) -> Tensor:
-    if stored.at < 0:
-        raise CheckpointError(f"{stored.path}: a tensor of shape {list(stored.shape)} is not contiguous; save it contiguous")
-    record, nbytes = stored.record, stored.numel * stored.dtype.itemsize
-    begin, length = (stored.at, nbytes) if record is None else (record.at, record.nbytes)
-    with open(stored.path, "rb") as file:
-        file.seek(begin)
-        raw = file.read(length)
-    if record is not None and zlib.crc32(raw) != record.crc32:
-        raise CheckpointError(f"{stored.path} is damaged: the checksum of its zip record {record.name!r} does not match")
-    values = bytearray(raw[stored.at - begin :][:nbytes])
-    return (
-        torch.frombuffer(values, dtype=stored.dtype).view(stored.shape) if nbytes else torch.empty(stored.shape, dtype=stored.dtype)
-    )
 
 
 def _fill(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
