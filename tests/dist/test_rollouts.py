@@ -292,21 +292,12 @@ class LinearWithLora(nn.Module):
         self.weight = linear.weight
         self.lora_right_weight = nn.Parameter(torch.randn(inputs, 4))
         self.lora_left_weight = nn.Parameter(0.1 * torch.randn(4, outputs))
-        self.lora_scaling, self.fuse_lora = 0.25, False
+        self.lora_scaling = 0.25
 
     def forward(self, x: Tensor) -> Tensor:
-        added = 0.0 if self.fuse_lora else x @ self.lora_right_weight @ self.lora_left_weight * self.lora_scaling
+        is_fused = getattr(self, "fuse_lora", False)  # DeepSpeed-Chat's layer has it from the beginning
+        added = 0.0 if is_fused else x @ self.lora_right_weight @ self.lora_left_weight * self.lora_scaling
         return x @ self.weight.t() + added
-
-    def fuse_lora_weight(self) -> None:
-        self._add(self.lora_scaling, True)
-
-    def unfuse_lora_weight(self) -> None:
-        self._add(-self.lora_scaling, False)
-
-    def _add(self, scaling: float, fused: bool) -> None:
-        self.weight.data += scaling * (self.lora_right_weight @ self.lora_left_weight).t()
-        self.fuse_lora = fused
 
 
 def adapted() -> nn.Module:

@@ -9,7 +9,8 @@ last call, `engine.named_weights()` renews the copy: the call is then collective
 [0, n]. The choice between the two depends on the call's settings, not on its prompts, so ranks with equal settings agree.
 
 PEFT's adapters are merged on the way (train/handover.py), and so are DeepSpeed-Chat's own: layers with `lora_right_weight` [inputs,
-rank], `lora_left_weight` [rank, outputs] and `lora_scaling` beside their weight. The trainer's weights are not modified.
+rank], `lora_left_weight` [rank, outputs] and `lora_scaling` beside their weight; `fuse_lora`, if
+they have it, tells that the weight includes them. The trainer's weights are not modified.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Rollouts:
 
     def _version(self, engine: Engine) -> tuple[Any, ...]:
         counts = engine.global_steps, engine.skipped_steps  # an update may still run; it is not in any unit's version yet
-        fusions = [layer.fuse_lora for layer in chat_adapters(engine.module).values()]
+        fusions = [is_fused(layer) for layer in chat_adapters(engine.module).values()]
         return *counts, fusions, *handover.version(engine.states)
 
     # -- the serving side --
@@ -242,6 +243,16 @@ def chat_adapters(model: nn.Module) -> dict[str, Any]:
     return {path: layer for path, layer in model.named_modules() if hasattr(layer, "lora_right_weight")}
 
 
+def is_fused(layer: Any) -> bool:
+    """Whether a layer's weight includes its adapter already."""
+    return bool(getattr(layer, "fuse_lora", False))
+
+
+def product(scaling: float, right: Tensor, left: Tensor) -> Tensor:
+    """What an adapter adds to the weight [outputs, inputs]."""
+    return scaling * (right @ left).t()
+
+
 def fused(weights: Iterable[tuple[str, Tensor]], layers: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights with these layers' adapters merged. Keeps copies of a layer's parts until it has all of them."""
     held: dict[str, dict[str, Tensor]] = {path: {} for path in layers}
@@ -249,14 +260,14 @@ def fused(weights: Iterable[tuple[str, Tensor]], layers: Mapping[str, Any]) -> I
         path, _, part = name.rpartition(".")
         if path not in layers or part not in _PARTS:
             yield name, weight
-        elif layers[path].fuse_lora:  # its own method has merged them already
+        elif is_fused(layers[path]):
             if part == _PARTS[0]:
                 yield name, weight
         else:
             held[path][part] = weight.detach().clone()
             if len(held[path]) == len(_PARTS):
                 whole, right, left = (held[path].pop(each) for each in _PARTS)
-                yield f"{path}.{_PARTS[0]}", whole + layers[path].lora_scaling * (right @ left).t().to(whole)
+                yield f"{path}.{_PARTS[0]}", whole + product(layers[path].lora_scaling, right, left).to(whole)
 
 
 def _base(model: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compat.engine import DeepSpeedEngine
-from slipstream.compat.hybrid import Rollouts, chat_adapters
+from slipstream.compat.hybrid import Rollouts, chat_adapters, is_fused, product
 from slipstream.zero import gathered
 
 logger = logging.getLogger(__name__)
@@ -77,20 +77,24 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     def fuse_lora_weight(self) -> None:
         """Add the adapters of PEFT and DeepSpeed-Chat to the weights, for forwards; `generate` includes them anyway. Collective."""
-        self._merge("merge_adapter", "fuse_lora_weight", fused=True)
+        self._merge("merge_adapter", fused=True)
 
     def unfuse_lora_weight(self) -> None:
         """Subtract what `fuse_lora_weight` added, up to rounding. Collective."""
-        self._merge("unmerge_adapter", "unfuse_lora_weight", fused=False)
+        self._merge("unmerge_adapter", fused=False)
 
-    def _merge(self, of_peft: str, of_layer: str, *, fused: bool) -> None:
-        adapted = [(self.module, of_peft)] if hasattr(self.module, of_peft) else []
-        adapted += [(layer, of_layer) for layer in chat_adapters(self.module).values()]
-        if self.is_lora_fused == fused or not adapted:
+    def _merge(self, of_peft: str, *, fused: bool) -> None:
+        merge = getattr(self.module, of_peft, None)
+        layers = [layer for layer in chat_adapters(self.module).values() if is_fused(layer) != fused]
+        if self.is_lora_fused == fused or not (merge or layers):
             return
         with torch.no_grad(), gathered(self.module.parameters()):
-            for owner, method in adapted:
-                getattr(owner, method)()
+            if merge is not None:
+                merge()
+            for layer in layers:
+                factors = layer.lora_scaling, layer.lora_right_weight, layer.lora_left_weight
+                layer.weight.add_(product(*factors), alpha=1 if fused else -1)
+                layer.fuse_lora = fused
         self.is_lora_fused = fused
 
     def release_inference_cache(self) -> None:
