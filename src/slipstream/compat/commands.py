@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn
 
 HOSTFILE = "/job/hostfile"
-_LONGEST = 1 << 30  # bytes of a line
 _OPERATIONS = {"pt2pt": "send_recv"}
 _NO_EFFECT_ON_DISKS = "read write no_read no_write single_submit overlap_events handle flush_page_cache verbose"
 
@@ -73,43 +71,41 @@ def ds_ssh() -> int:
         why = f"cannot read {options.hostfile}: {error.strerror}; name one by -f" if isinstance(error, OSError) else error
         sys.stderr.write(f"ds_ssh: {why}\n")
         return 2
-    return asyncio.run(_on_all([host.name for host in hosts], " ".join(options.command)))
+    return _on_all([host.name for host in hosts], " ".join(options.command))
 
 
-async def _on_all(hosts: Sequence[str], line: str) -> int:
+def _on_all(hosts: Sequence[str], line: str) -> int:
     """Returns the largest exit code. A signal ends the command on all hosts: each has a terminal (-tt), which hangs up."""
-    task, signals = cast("asyncio.Task[Any]", asyncio.current_task()), list[int]()
 
-    def stop(number: int) -> None:
-        signals.append(number)
-        task.cancel()
+    def stop(number: int, frame: Any) -> NoReturn:
+        raise SystemExit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        signal.signal(number, stop)
+    running: dict[str, subprocess.Popen[str]] = {}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(_on_host(host, line)) for host in hosts]
-    except asyncio.CancelledError:
-        return 128 + signals[0]
-    codes = [each.result() for each in running]
+        for host in hosts:
+            argv = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR", host, line]
+            running[host] = subprocess.Popen(argv, **pipes, text=True, errors="replace", start_new_session=True)
+        readers = [threading.Thread(target=_forward, args=item) for item in running.items()]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        codes = [process.wait() for process in running.values()]
+    finally:
+        for process in running.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
     for host, code in zip(hosts, codes, strict=True):
         if code:
             sys.stderr.write(f"ds_ssh: {host}: {shlex.quote(line)} ended with exit code {code}\n")
     return max(codes)
 
 
-async def _on_host(host: str, line: str) -> int:
-    argv = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR", host, line]
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, limit=_LONGEST, start_new_session=True
-    )
-    try:
-        async for text in cast("asyncio.StreamReader", process.stdout):
-            sys.stdout.write(f"{host}: {text.decode(errors='replace').rstrip()}\n")
-            sys.stdout.flush()
-        return await process.wait()
-    finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):  # it has ended, and its exit code will follow
-                os.killpg(process.pid, signal.SIGTERM)
-            await process.wait()
+def _forward(host: str, process: subprocess.Popen[str]) -> None:
+    for text in process.stdout or ():
+        sys.stdout.write(f"{host}: {text.rstrip()}\n")
+        sys.stdout.flush()
