@@ -159,6 +159,7 @@ def test_it_refuses_the_real_ones_files(tmp_path: Path) -> None:
         ("env_report", "", "torch"),
         ("launcher.runner", "--autotuning run a.py", "no --deepspeed_config FILE"),
         ("utils.zero_to_fp32", "nowhere out", "nowhere"),
+        ("utils.zero_to_torch", "nowhere out --dtype bf16", "nowhere"),
         ("checkpoint.ds_to_universal", "--input_folder nowhere/a --output_folder out/b", "nowhere/a does not exist"),
     ],
 )

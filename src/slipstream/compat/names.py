@@ -211,6 +211,7 @@ runtime.fp16.onebit: runtime.fp16.onebit.adam runtime.fp16.onebit.lamb runtime.f
 launcher.runner: launcher.launch
 runtime.rollout: runtime.rollout.base runtime.rollout.hybrid_engine_rollout runtime.rollout.opsd
 runtime.zero.config: runtime.zero.offload_config
+utils.zero_to_fp32: utils.zero_to_torch
 """
 
 # What is missing. Rows: all other names of a module, MODULE/NAME, or METHOD() of the engine; the reason, and an alternative
@@ -376,6 +377,7 @@ RUN: Mapping[str, str] = {
     "deepspeed.launcher.launch": "slipstream.compat.launcher:main",
     "deepspeed.launcher.runner": "slipstream.compat.launcher:main",
     "deepspeed.utils.zero_to_fp32": "slipstream.compat.launcher:zero_to_fp32",
+    "deepspeed.utils.zero_to_torch": "slipstream.compat.launcher:zero_to_torch",
     "deepspeed.checkpoint.ds_to_universal": "slipstream.compat.universal:main",
 }
 
