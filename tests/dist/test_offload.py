@@ -467,7 +467,7 @@ def test_a_disk_that_fails_in_mid_step(tmp_path: Path) -> None:
     [
         (1, {"offload_optimizer": {"device": "nvme"}}, "nvme_path"),
         (1, {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "buffer_count": 1}}, "2 or more"),
-        (1, {"offload_optimizer": {"device": "nvme", "nvme_path": "/no/such/folder"}}, "no folder '/no/such/folder'"),
+        (1, {"offload_optimizer": {"device": "nvme", "nvme_path": "/dev/null/folder"}}, "no folder '/dev/null/folder'"),
     ],
 )
 def test_refusals(stage: int, zero: dict[str, Any], message: str) -> None:
@@ -500,14 +500,15 @@ def test_whole_parameters_stream_whole(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2, timeout=60)
-def test_a_folder_that_one_rank_lacks(tmp_path: Path) -> None:
-    """One of two ranks; neither waits for the other, and both raise the reason."""
+def test_a_folder_that_one_rank_cannot_have(tmp_path: Path) -> None:
+    """One of two ranks; neither waits for the other, and both raise the reason. Other folders are created."""
     own = tmp_path / f"rank{dist.get_rank()}"
-    if dist.get_rank() == 0:
-        own.mkdir()
+    if dist.get_rank() == 1:
+        own.touch()
     offload = {"device": "nvme", "nvme_path": str(own), "max_in_cpu": 0}
     with pytest.raises(ValueError, match=r"no folder .*rank1.*\(rank 1\)"):
         make(tmp_path, 3, zero_optimization={"offload_param": offload})
+    assert (tmp_path / "rank0").is_dir()
 
 
 def test_a_disk_is_introduced_beside_what_a_step_needs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -76,7 +76,7 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
 
 
 def _asks(plan: OffloadPlan, needs: Needs) -> dict[str, Ask]:
-    """This rank's needs by folder. `Disk` raises the error for a folder that does not exist."""
+    """This rank's needs by folder, which is created as in DeepSpeed. `Disk` raises the error if that is impossible."""
     asks: dict[str, Ask] = {}
     weights = (needs.weights, 2 * needs.weights, needs.weights)  # read for forward and for backward
     optim = (needs.optim, needs.optim, needs.optim)
@@ -90,6 +90,7 @@ def _asks(plan: OffloadPlan, needs: Needs) -> dict[str, Ask]:
         nbytes = max(nbytes, ALIGNMENT)  # a rank without a share, or with only frozen parameters, still joins, with one page
         folder, device, free = os.path.realpath(path), -1, nbytes
         with suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
             device, facts = os.stat(folder).st_dev, os.statvfs(folder)
             free = facts.f_bavail * facts.f_frsize
         before = asks.get(folder, Ask(os.uname().nodename, device, folder, free, 0, 0, 0))
