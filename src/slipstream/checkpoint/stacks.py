@@ -18,20 +18,20 @@ from slipstream.checkpoint.flat_slice import Box, Shape
 _MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
-class Found(NamedTuple):
+class Located(NamedTuple):
     """A model's tensor, and the names of what files have of it."""
 
     entry: Entry
     names: list[str]
 
 
-def find(names: Iterable[str], shape: Shape, stored: Mapping[str, Entry], misfits: list[str]) -> Found | None:
+def find(names: Iterable[str], shape: Shape, stored: Mapping[str, Entry], misfits: list[str]) -> Located | None:
     """A tensor of these names that files have under an older one, or a stack of `shape` of which they have the parts; None if they
     have neither. Parts that do not fit go to `misfits`."""
     file_names = [each for name in names for each in _names_in_files(name)]
     for name in file_names:
         if name in stored:
-            return Found(stored[name], [name])
+            return Located(stored[name], [name])
     for name in file_names:
         layer, _, leaf = name.rpartition(".")
         matrices = next((each for each in _MATRICES.get(leaf, ()) if f"{layer}.0.{each[0]}.weight" in stored), ())
@@ -48,7 +48,7 @@ def _names_in_files(name: str) -> Iterator[str]:
     yield older.replace(".router.", ".gate.")
 
 
-def _stack(name: str, shape: Shape, matrices: Sequence[str], stored: Mapping[str, Entry], misfits: list[str]) -> Found | None:
+def _stack(name: str, shape: Shape, matrices: Sequence[str], stored: Mapping[str, Entry], misfits: list[str]) -> Located | None:
     layer, rows = name.rpartition(".")[0], shape[1] // len(matrices)
     pieces, names = list[Piece](), list[str]()
     for expert, (i, matrix) in itertools.product(range(shape[0]), enumerate(matrices)):
@@ -65,7 +65,7 @@ def _stack(name: str, shape: Shape, matrices: Sequence[str], stored: Mapping[str
         else:
             names.append(full)
             pieces += [_moved(piece, expert, i * rows) for piece in part.pieces]
-    return Found(replace(stored[names[0]], shape=shape, pieces=tuple(pieces)), names) if names else None
+    return Located(replace(stored[names[0]], shape=shape, pieces=tuple(pieces)), names) if names else None
 
 
 class Restacked(NamedTuple):

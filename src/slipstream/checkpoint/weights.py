@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.checkpoint.box_reader import BoxReader
 from slipstream.checkpoint.document import SIZE_LIMIT, Document, Entry, Piece
 from slipstream.checkpoint.flat_slice import whole_box
-from slipstream.checkpoint.stacks import Found, find
+from slipstream.checkpoint.stacks import Located, find
 from slipstream.config.huggingface import INDEX, SINGLE, weight_files
 from slipstream.ops.rows import RowForm, quantize_rows
 from slipstream.zero.leaves import whole_shape
@@ -112,7 +112,7 @@ def open_weights(
     surplus = dict(free)
     for names, tensor in tensors:
         same = next((stored[name] for name in names if name in stored), None)
-        found = find(names, whole_shape(tensor), free, misfits) if same is None else Found(same, [])
+        found = find(names, whole_shape(tensor), free, misfits) if same is None else Located(same, [])
         if found is None:
             missing.append(names[0])
             continue
