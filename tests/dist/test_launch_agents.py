@@ -479,26 +479,6 @@ def test_a_restart_names_the_rank_and_how_it_ended(launcher: Launcher) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_torchrun_reaps_first_is_named(launcher: Launcher) -> None:
-    """As on a loaded machine, where the watch is late: here it never looks."""
-    script = launcher.script("""
-        import os, time
-        if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os._exit(7)
-        time.sleep(60 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
-    """)
-    command = """if True:
-        import sys
-        from slipstream.launch import agent, cli
-        agent.RankWatch._adopt = lambda self: None
-        sys.exit(cli.main(sys.argv[1:]))
-    """
-    code, _, err = launcher.run("--nproc", "2", "--max_restarts", "1", script, command=("-c", command, "run"))
-    assert code == 0, err
-    assert "restart 1 of 1 after rank 1 exited with code 7 and no message\n" in err
-
-
-@pytest.mark.slow
 def test_scripts_see_what_python_would_show_them(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("NAME = 'a module beside the script'\n")
     script = launcher.script("""

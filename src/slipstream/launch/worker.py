@@ -17,7 +17,6 @@ import faulthandler
 import gc
 import importlib.util
 import io
-import json
 import os
 import signal
 import socket
@@ -34,7 +33,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from slipstream.launch import cores
-from slipstream.launch.failure import Failure, decode, encode, first, is_consequence, shorten, summary_of
+from slipstream.launch.failure import Failure, decode, encode, is_consequence, shorten
 from slipstream.world import brief
 from slipstream.world import discover as places
 
@@ -54,28 +53,8 @@ class RankPlace:
 
 
 def _file(folder: Path, attempt: int, rank: int, suffix: str) -> Path:
-    """The file of a rank: its failure record (.json), the stack at a fatal signal (.stack) or its pid (.pid)."""
+    """The file of a rank: its failure record (.json) or the stack at a fatal signal (.stack)."""
     return folder / f"attempt{attempt}-rank{rank}{suffix}"
-
-
-def note_death(folder: Path, pid: int, time_ns: int, exit_code: int, *, stopped: bool, overwrite: bool = True) -> None:
-    """Called by the agent: record how a process died that may have left no record itself. A restarted rank reads it."""
-    death = {"time_ns": time_ns, "exit_code": exit_code, "stopped": stopped}
-    path = folder / f"death{pid}.json"
-    if overwrite or not path.exists():
-        path.write_text(json.dumps(death))
-
-
-def read_deaths(folder: Path, attempt: int) -> list[Failure]:
-    """The failures of one attempt that the agent observed."""
-    failures = []
-    for path in sorted(folder.glob(f"attempt{attempt}-rank*.pid")):
-        death = folder / f"death{path.read_text()}.json"
-        fields = json.loads(death.read_text()) if death.exists() else {"exit_code": 0}
-        if fields["exit_code"] != 0:
-            rank = int(path.stem.rpartition("rank")[2])
-            failures.append(Failure(rank=rank, host=socket.gethostname(), **fields))
-    return failures
 
 
 def read_stack(folder: Path, attempt: int, rank: int) -> str:
@@ -154,22 +133,6 @@ def _write_record(failure: Failure, place: RankPlace) -> None:
     partial = path.with_suffix(".part")
     partial.write_text(encode(failure).partition(" ")[2])
     partial.rename(path)
-
-
-def _announce_restart(place: RankPlace) -> None:
-    """After a restart, the first rank of a node prints why the previous attempt failed."""
-    if place.attempt == 0 or place.local_rank != 0 or place.folder is None:
-        return
-    records = read_records(place.folder, place.attempt - 1)
-    ranks = {record.rank for record in records}
-    failures = records + [death for death in read_deaths(place.folder, place.attempt - 1) if death.rank not in ranks]
-    reason = "a rank ended without a failure record"
-    if failures and not first(failures).stopped:
-        reason = summary_of(first(failures))
-    elif os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        reason = "a failure on another node"
-    max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-    print(f"slipstream run: restart {place.attempt} of {max_restarts} after {reason}", file=sys.stderr, flush=True)
 
 
 def _die_with_parent() -> None:
@@ -286,9 +249,7 @@ def main(argv: list[str] | None = None) -> None:
         place = _find_place(options.report)
     except ValueError as error:
         sys.exit(f"slipstream run: {error}")
-    _announce_restart(place)
     if place.folder is not None:
-        _file(place.folder, place.attempt, place.rank, ".pid").write_text(str(os.getpid()))
         _file(place.folder, place.attempt, place.rank, ".json").unlink(missing_ok=True)  # from before hosts joined or left
         stack = open(_file(place.folder, place.attempt, place.rank, ".stack"), "w")  # noqa: SIM115 (open until exit)
         faulthandler.enable(file=stack)

@@ -3,8 +3,7 @@
 [Note: Zygote of ranks] The first ranks are ordinary processes. Meanwhile the zygote imports torch, this package, and the installed
 packages that the script imports; the user's own modules are not run before a rank runs them. A rank of a later attempt is forked
 from the zygote through an intermediate process that exits at once. The kernel then makes the rank a child of the agent, which is
-the nearest "subreaper" at that moment, so that torchrun and `RankWatch` see an ordinary child. The rank waits until the agent has
-it.
+the nearest "subreaper" at that moment, so that torchrun sees an ordinary child. The rank waits until the agent has it.
 
     to the zygote                      from it
                                        ready
@@ -149,7 +148,7 @@ class _Zygote:
         before, after = args[: args.index(_WORKER)], args[args.index(_WORKER) + 1 :]
         with child_end:
             command = [*before, __name__, str(child_end.fileno()), *after]
-            # Its own group, because Ctrl-C is for the agent. Not its own session: the agent's watch would take it for a rank.
+            # Its own group, because Ctrl-C is for the agent.
             self._process = subprocess.Popen(command, pass_fds=[child_end.fileno()], process_group=0)
         self._connection, self._is_ready = connection, False
 
