@@ -27,7 +27,7 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     best = cpu.isa()
     if request.param == "torch":
-        monkeypatch.setattr(fused, "_native", lambda: None)
+        monkeypatch.setattr(cpu, "_kernels", lambda: None)
     elif request.param == "portable" and not cpu.use_isa("portable"):
         pytest.skip("there are no native kernels")
     yield str(request.param)
@@ -87,8 +87,8 @@ def test_small_weights_are_not_divided_by() -> None:
 def test_dropout_draws_the_same_numbers_in_every_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     x, residual = torch.randn(33, 48, requires_grad=True), torch.randn(33, 48, requires_grad=True)
     found = []
-    for native in (fused._native, lambda: None):
-        monkeypatch.setattr(fused, "_native", native)
+    for native in (cpu._kernels, lambda: None):
+        monkeypatch.setattr(cpu, "_kernels", native)
         torch.manual_seed(3)
         total, _ = fused.add_norm(x, residual=residual, dropout=0.25)
         found.append([total, *grads_of(total, [x, residual])])

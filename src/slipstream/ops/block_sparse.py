@@ -42,6 +42,7 @@ class _Sparse(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "dropout")),
         ("seed", ctypes.c_uint32),
         *((name, ctypes.c_int32) for name in ("dtype", "causal")),
+        ("failed", ctypes.c_void_p),
     )
 
 
@@ -143,11 +144,6 @@ def _even(rows: Tensor, per: int) -> Iterator[tuple[int, int, Tensor]]:
         columns = row.nonzero().view(-1)
         for first in range(at * per, (at + 1) * per, size):
             yield first, size, columns
-
-
-@functools.cache
-def _native() -> Callable[..., int] | None:
-    return build.function("slipstream_sparse", ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
 # The kernels as torch operators, so that `torch.compile` accepts them. A layout is passed as the three arrays of `_Tiles`.
@@ -278,17 +274,14 @@ def _run(
         s.grad_batch = _batch_stride(bias_grad)
     s.scale, s.dropout, s.causal = settings[0], round(settings[1] * 65536), settings[2]
     s.seed, s.dtype = 0 if seed is None else int(seed), cpu.DTYPES[q.dtype]
-    native, done = _native(), []
-    if native is None:
+    kernels, failed = cpu._kernels(), ctypes.c_int32()
+    if kernels is None:
         raise RuntimeError(f"compiled models need the native kernels of block-sparse attention: {build.load().reason}")
-
-    def items(first: int, begin: int, end: int) -> None:
-        done.append(native(backward, ctypes.addressof(s), first + begin, first + end))
-
+    s.failed = ctypes.addressof(failed)
     num = k.shape[1] * (1 if bias_grad is not None and not s.grad_batch else len(q))
     for first in range(0, len(q) * k.shape[1], num):
-        cpu.in_threads(functools.partial(items, first), num, torch.get_num_threads(), least=1, multiple=1)
-    if not all(done):
+        cpu.run(kernels.sparse, backward, s, num, least=1, first=first)
+    if failed.value:
         raise MemoryError(
             f"no memory for block-sparse attention of {s.length} tokens with {s.dim} features: a few copies of a head in fp32"
         )
@@ -349,7 +342,7 @@ def takes(q: Tensor) -> bool:
     compiles = torch.compiler.is_compiling()
     if q.is_cuda:  # there the twin is compiled, because a layout's tables are made on first use
         return not compiles and torch.backends.cuda.flash_sdp_enabled() and _by_triton(q.device)
-    return q.is_cpu and (compiles or (_native() is not None and torch.backends.cuda.flash_sdp_enabled()))
+    return q.is_cpu and (compiles or (cpu._kernels() is not None and torch.backends.cuda.flash_sdp_enabled()))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -42,20 +42,28 @@ class OpReport(NamedTuple):
 
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-_SUM = (ctypes.c_double, _pointer, _pointer, _long, _long, _int, _float, _pointer)
+_PASSES = (None, _int, _pointer, _long, _long)  # of a family: which, the record's address, begin and end
 _KERNELS: dict[str, tuple[Any, ...]] = {  # name -> types of result and arguments
-    "sum_ranks": _SUM,
+    "sum_ranks": (ctypes.c_double, _pointer, _pointer, _long, _long, _int, _float, _pointer),
     "step": (None, _int, ctypes.c_char_p, _long, _long, _pointer),
     "copy_stream": (None, _pointer, _pointer, _long),
-    "quantize_int8": (None, _pointer, _int, _long, _long, _long, _pointer, _pointer),
-    "quantize_int4": (None, _pointer, _int, _long, _long, _long, _pointer, _pointer, _pointer),
-    "dequantize_int8": (None, _pointer, _long, _long, _long, _pointer, _pointer),
-    "dequantize_int4": (None, _pointer, _long, _long, _long, _pointer, _pointer, _pointer),
-    "dequantize_rows": (None, _pointer, _int, _pointer, _long, _long, _pointer, _pointer),
     "wire_encode": (None, _pointer, _int, _long, _int, _pointer, _pointer, _float),
-    "wire_sum": _SUM,
-    "onebit": (None, _int, _pointer, _long, _long),
+    **dict.fromkeys(("onebit", "quantize", "fused", "sparse"), _PASSES),
 }
+
+
+class Quantize(ctypes.Structure):
+    """`struct quantize` of csrc/quantize.h."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("w", "codes", "scale", "low", "ends", "pairs")),
+        *((name, _long) for name in ("group", "piece", "bits", "columns", "block", "code_nbytes", "row_nbytes")),
+        *((name, _float) for name in ("lowest", "highest")),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+TO_INT8, FROM_INT8, TO_INT4, FROM_INT4, FROM_ROWS, TO_ENDS, TO_GRID = range(7)
 
 
 @functools.cache
@@ -110,13 +118,22 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
     if kernels is None or not out.is_cpu:
         return reference.sum_ranks(out, sources, alpha=alpha, accumulate=accumulate)
     stream = not accumulate and numel * out_width >= STREAM_BYTES and start not in pointers
-    mode = source | target << 2 | accumulate << 4 | stream << 5
-    return summed(kernels.sum_ranks, out, pointers, lambda begin: begin * width, mode, alpha)
+    return summed(out, pointers, lambda begin: begin * width, source, accumulate, alpha, stream)
 
 
-def summed(kernel: Any, out: Tensor, pointers: Sequence[int], nbytes: Callable[[int], int], mode: int, alpha: float) -> Partial:
-    """Call a kernel that adds sources to `out`, in threads. nbytes: bytes of a number of elements of a source."""
-    numel, start, array = out.numel(), out.data_ptr(), ctypes.c_void_p * len(pointers)
+def summed(
+    out: Tensor,
+    pointers: Sequence[int],
+    nbytes: Callable[[int], int],
+    source: int,
+    accumulate: bool,
+    alpha: float,
+    stream: bool = False,
+) -> Partial:
+    """`sum_ranks` by the native kernel, in threads. nbytes: bytes of a number of elements of a source. source: the number of its
+    dtype, or the bits of its codes."""
+    kernel, numel, start, array = _kernels().sum_ranks, out.numel(), out.data_ptr(), ctypes.c_void_p * len(pointers)
+    mode = source | DTYPES[out.dtype] << 4 | accumulate << 6 | stream << 7
     if numel < 2 * THREAD_NUMEL or (threads := torch.get_num_threads()) == 1:
         sumsq = kernel(start, array(*pointers), len(pointers), numel, mode, alpha, None)
         return Partial(sumsq, math.isfinite(sumsq))
@@ -171,7 +188,8 @@ def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
     w = w.contiguous()
     rows, columns = w.shape
     codes, scale = torch.empty_like(w, dtype=torch.int8), w.new_empty(rows, dtype=torch.float32)
-    in_groups(kernels.quantize_int8, w, (DTYPES[w.dtype], columns), (codes, scale), rows, BLOCK // max(columns, 1) + 1)
+    arrays = {"w": w, "codes": codes, "scale": scale}
+    quantize(TO_INT8, arrays, rows, BLOCK // max(columns, 1) + 1, group=columns)
     return codes, scale
 
 
@@ -183,7 +201,7 @@ def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
     codes, scale = codes.contiguous(), scale.float().contiguous()
     rows, columns = codes.shape
     w = scale.new_empty(rows, columns)
-    in_groups(kernels.dequantize_int8, w, (columns,), (codes, scale), rows, THREAD_NUMEL // max(columns, 1) + 1)
+    quantize(FROM_INT8, {"w": w, "codes": codes, "scale": scale}, rows, THREAD_NUMEL // max(columns, 1) + 1, group=columns)
     return w
 
 
@@ -204,7 +222,7 @@ def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     w = w.contiguous()
     codes = w.new_empty(rows, columns // 2, dtype=torch.uint8)
     scale, low = w.new_empty(2, rows, columns // group, dtype=torch.float32)
-    in_groups(kernels.quantize_int4, w, (DTYPES[w.dtype], group), (codes, scale, low), scale.numel(), BLOCK // group)
+    quantize(TO_INT4, {"w": w, "codes": codes, "scale": scale, "low": low}, scale.numel(), BLOCK // group, group=group)
     return codes, scale, low
 
 
@@ -216,8 +234,8 @@ def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
     codes, scale, low = codes.contiguous(), scale.float().contiguous(), low.float().contiguous()
     w = scale.new_empty(len(codes), 2 * codes.shape[1])
     group = w.shape[1] // max(scale.shape[1], 1)
-    least = THREAD_NUMEL // max(group, 1) + 1
-    in_groups(kernels.dequantize_int4, w, (group,), (codes, scale, low), scale.numel(), least)
+    arrays = {"w": w, "codes": codes, "scale": scale, "low": low}
+    quantize(FROM_INT4, arrays, scale.numel(), THREAD_NUMEL // max(group, 1) + 1, group=group)
     return w
 
 
@@ -227,11 +245,16 @@ def _check_matrix(op: str, w: Tensor) -> None:
         raise ValueError(f"{op}: w is {w.dtype} of shape {tuple(w.shape)}; it must be a matrix of {kinds}")
 
 
-def in_groups(kernel: Any, w: Tensor, settings: Sequence[Any], parts: Sequence[Tensor], groups: int, least: int) -> None:
-    """Call a kernel on a matrix `w` with the codes and scales `parts`, for all groups (or rows), `least` or more at a time."""
-    pointers = [part.data_ptr() for part in parts]
-    run = functools.partial(kernel, w.data_ptr(), *settings)
-    in_threads(lambda begin, end: run(begin, end, *pointers), groups, torch.get_num_threads(), least=least, multiple=1)
+def quantize(which: int, arrays: Mapping[str, Tensor], size: int, least: int, **numbers: float) -> None:
+    """Run a pass over `size` groups, rows or items, `least` or more at a time. arrays: by field of `Quantize`."""
+    pointers = {name: array.data_ptr() for name, array in arrays.items()}
+    run(_kernels().quantize, which, Quantize(**pointers, dtype=DTYPES[arrays["w"].dtype], **numbers), size, least=least)
+
+
+def run(passes: Any, which: int, record: ctypes.Structure, size: int, *, least: int, multiple: int = 1, first: int = 0) -> None:
+    """Run a pass of a family over [first, first + size) of a record, in threads."""
+    at, threads = ctypes.addressof(record), torch.get_num_threads()
+    in_threads(lambda begin, end: passes(which, at, first + begin, first + end), size, threads, least=least, multiple=multiple)
 
 
 def in_threads(

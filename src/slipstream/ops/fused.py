@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from slipstream.ops import build, cpu, gpu
+from slipstream.ops import cpu, gpu
 from slipstream.ops.derivatives import once_differentiable
 
 Norm = Literal["none", "layer", "rms"]
@@ -54,11 +54,6 @@ class _FusedArrays(ctypes.Structure):
     )
 
 
-@functools.cache
-def _native() -> Callable[..., None] | None:
-    return build.function("slipstream_fused", None, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-
-
 def _kernels(x: Tensor) -> Any:
     """Triton's kernels for a GPU tensor; None for other tensors, without triton, and while torch compiles."""
     is_real = x.is_cuda and x.dtype in cpu.DTYPES and not isinstance(x, FakeTensor)
@@ -66,7 +61,7 @@ def _kernels(x: Tensor) -> Any:
 
 
 def _is_native(x: Tensor) -> bool:
-    if x.is_cpu and x.dtype in cpu.DTYPES and not isinstance(x, FakeTensor) and _native() is not None:
+    if x.is_cpu and x.dtype in cpu.DTYPES and not isinstance(x, FakeTensor) and cpu._kernels() is not None:
         return True
     return _kernels(x) is not None
 
@@ -82,7 +77,6 @@ def _run(
     if (kernels := _kernels(x)) is not None:
         by_triton: dict[str, Tensor] = kernels.run(which, rows, x, arrays, sums, numbers)
         return by_triton
-    native: Any = _native()
     columns = int(numbers["columns"])
     wanted = [name for name, is_wanted in sums.items() if is_wanted]
     padded = -(-columns // 16) * 16
@@ -96,7 +90,7 @@ def _run(
         s = _FusedArrays(dtype=cpu.DTYPES[x.dtype], **pointers, **numbers)
         for name, each in zip(wanted, own, strict=True):
             setattr(s, name, each.data_ptr())
-        native(which, ctypes.addressof(s), begin, end)
+        cpu._kernels().fused(which, ctypes.addressof(s), begin, end)
         with lock:
             parts[begin] = own
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.ops import cpu
+from slipstream.ops import cpu, reference
 
 BLOCK = 512
 NBYTES = 2 + BLOCK // 8  # of a record
@@ -116,7 +116,7 @@ def _run(step: int, y: Tensor, tensors: dict[str, Tensor], **others: object) -> 
     arrays = _Arrays(**{name: tensor.data_ptr() for name, tensor in tensors.items()}, **others)
     if sources is not None:
         arrays.sources = ctypes.cast(sources, ctypes.c_void_p)  # type: ignore[arg-type]
-    cpu.in_threads(lambda a, b: kernels.onebit(step, ctypes.byref(arrays), a, b), y.numel(), torch.get_num_threads())
+    cpu.run(kernels.onebit, step, arrays, y.numel(), least=cpu.THREAD_NUMEL, multiple=reference.BLOCK)
     return True
 
 

@@ -10,7 +10,6 @@ scale  the block's largest magnitude, rounded up so that no code is clipped. One
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -86,13 +85,12 @@ def dequantize_rows(packed: Tensor, form: RowForm, dtype: torch.dtype) -> Tensor
 @torch.library.custom_op("slipstream::dequantize_rows", mutates_args=())  # one operation for compilers and fake tensors
 def _dequantize(packed: Tensor, bits: int, columns: int, block: int, dtype: torch.dtype) -> Tensor:
     form = RowForm(bits=bits, columns=columns, block=block)
-    kernels, code = cpu._kernels(), cpu.DTYPES.get(dtype)
-    if kernels is None or code is None or block % 16 or not packed.is_cpu:
+    if cpu._kernels() is None or dtype not in cpu.DTYPES or block % 16 or not packed.is_cpu:
         return in_torch(packed, form, dtype)
     packed, out = packed.contiguous(), packed.new_empty(len(packed), columns, dtype=dtype)
-    shape = (ctypes.c_int64 * 5)(bits, columns, block, form.code_nbytes, form.row_nbytes)
-    least = cpu.THREAD_NUMEL // max(columns, 1) + 1
-    cpu.in_groups(kernels.dequantize_rows, out, (code, shape), (packed, _pairs(packed.device)), len(packed), least)
+    arrays, least = {"w": out, "codes": packed, "pairs": _pairs(packed.device)}, cpu.THREAD_NUMEL // max(columns, 1) + 1
+    layout = {"bits": bits, "columns": columns, "block": block, "code_nbytes": form.code_nbytes, "row_nbytes": form.row_nbytes}
+    cpu.quantize(cpu.FROM_ROWS, arrays, len(packed), least, **layout)
     return out
 
 

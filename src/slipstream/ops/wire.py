@@ -65,16 +65,13 @@ def sum_coded(out: Tensor, sources: Sequence[Tensor], bits: int, *, alpha: float
 
     out: 1-D, fp32, bf16 or fp16, not part of a source.
     """
-    numel, dtype = out.numel(), cpu.DTYPES.get(out.dtype)
-    _check("sum_coded", bits, numel, {f"sources[{i}]": source for i, source in enumerate(sources)})
-    if dtype is None or out.dim() != 1 or not out.is_contiguous():
+    _check("sum_coded", bits, out.numel(), {f"sources[{i}]": source for i, source in enumerate(sources)})
+    if out.dtype not in cpu.DTYPES or out.dim() != 1 or not out.is_contiguous():
         raise cpu.refusal("sum_coded", {"out": out})
-    kernels = cpu._kernels()
-    if kernels is None or not out.is_cpu:
+    if cpu._kernels() is None or not out.is_cpu:
         return _sum_coded(out, sources, bits, alpha, accumulate)
     pointers = [source.data_ptr() for source in sources]
-    mode = bits | dtype << 4 | accumulate << 6
-    return cpu.summed(kernels.wire_sum, out, pointers, lambda begin: nbytes(begin, bits), mode, alpha)
+    return cpu.summed(out, pointers, lambda begin: nbytes(begin, bits), bits, accumulate, alpha)
 
 
 def rescale(error: Tensor, factor: float) -> None:

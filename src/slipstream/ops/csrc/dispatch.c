@@ -69,25 +69,25 @@ static int aligned(const void *p) { return ((uintptr_t)p & 63u) == 0; }
 /* out[i] = round(alpha * (sources[0][i] + sources[1][i] + ...) + (accumulate ? out[i] : 0)), added in fp32 in that order.
  * Returns the fp64 sum of squares of out, added block by block, and writes each block's sum to `blocks` unless it is NULL. The sum
  * is finite exactly if every element of out is: an fp64 sum of squares of fp32 values cannot overflow.
- * mode: bits 0-1 the dtype of the sources, 2-3 of out, 4 accumulate, 5 stream. They share one integer because each argument costs
- * the Python caller 50 ns. */
+ * mode: bits 0-3 the dtype of the sources, or the bits of a code if they are encoded (wire_body.h), 4-5 the dtype of out, 6 accumulate,
+ * 7 stream. They share one integer because each argument costs the Python caller 50 ns. */
 SLIPSTREAM_API double slipstream_sum_ranks(void *out, const void *const *sources, int64_t num_sources, int64_t numel,
                                            int mode, float alpha, double *blocks)
 {
     const struct kernels_isa *table = IN_USE(kernels);
-    const int source = mode & 3, target = mode >> 2 & 3;
+    const int source = mode & 15, target = mode >> 4 & 3;
     const struct sum_args args = {
         .out = out,
         .sources = sources,
         .num_sources = num_sources,
         .alpha = alpha,
-        .accumulate = mode >> 4 & 1,
-        .stream = (mode >> 5 & 1) && aligned(out),
+        .accumulate = mode >> 6 & 1,
+        .stream = (mode >> 7 & 1) && aligned(out),
     };
     double total = 0.0;
     for (int64_t start = 0; start < numel; start += BLOCK) {
         int64_t stop = numel - start < BLOCK ? numel : start + BLOCK;
-        double partial = table->sum_block(&args, start, stop, source, target);
+        double partial = (source < 4 ? table->sum_block : table->wire_sum)(&args, start, stop, source, target);
         if (blocks)
             blocks[start / BLOCK] = partial;
         total += partial;
@@ -118,12 +118,6 @@ SLIPSTREAM_API void slipstream_copy_stream(char *dst, const char *src, int64_t n
     memcpy(dst + head + body, src + head + body, (size_t)(nbytes - head - body));
 }
 
-/* A pass of a 1-bit optimizer: [Note: One bit]. */
-SLIPSTREAM_API void slipstream_onebit(int pass, const struct onebit *s, int64_t start, int64_t stop)
-{
-    IN_USE(kernels)->onebit[pass](s, start, stop);
-}
-
 /* Encode elements for the wire: [Note: Blocks on the wire]. `error` may be NULL. */
 SLIPSTREAM_API void slipstream_wire_encode(const char *x, int dtype, int64_t numel, int bits, uint8_t *out, uint8_t *error,
                                            float beta)
@@ -131,98 +125,16 @@ SLIPSTREAM_API void slipstream_wire_encode(const char *x, int dtype, int64_t num
     IN_USE(kernels)->wire_encode(x, dtype, numel, bits, out, error, beta);
 }
 
-/* As slipstream_sum_ranks, of encoded sources. mode: bits 0-3 the bits of a code, 4-5 the dtype of out, 6 accumulate. */
-SLIPSTREAM_API double slipstream_wire_sum(void *out, const void *const *sources, int64_t num_sources, int64_t numel, int mode,
-                                          float alpha, double *blocks)
-{
-    const struct sum_args args = {
-        .out = out, .sources = sources, .num_sources = num_sources, .alpha = alpha, .accumulate = mode >> 6 & 1};
-    double total = 0.0;
-    for (int64_t start = 0; start < numel; start += BLOCK) {
-        const int64_t stop = numel - start < BLOCK ? numel : start + BLOCK;
-        const double partial = IN_USE(kernels)->wire_sum(&args, start, stop, mode & 15, mode >> 4 & 3);
-        if (blocks)
-            blocks[start / BLOCK] = partial;
-        total += partial;
+/* Number `pass` of a family over [begin, end) of a record. */
+#define ENTRY(family)                                                                                                   \
+    SLIPSTREAM_API void slipstream_##family(int pass, const struct family *s, int64_t begin, int64_t end)               \
+    {                                                                                                                   \
+        IN_USE(family)->passes[pass](s, begin, end);                                                                    \
     }
-    return total;
-}
-
-/* ---- quantization: rows, groups or items [begin, end) ---- */
-
-static int64_t itemsize(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
-
-SLIPSTREAM_API void slipstream_quantize_int8(const char *w, int dtype, int64_t columns, int64_t begin, int64_t end,
-                                             int8_t *codes, float *scales)
-{
-    const int64_t at = begin * columns;
-    IN_USE(quantize)->to_int8(w + at * itemsize(dtype), dtype, end - begin, columns, codes + at, scales + begin);
-}
-
-SLIPSTREAM_API void slipstream_quantize_int4(const char *w, int dtype, int64_t group, int64_t begin, int64_t end,
-                                             uint8_t *codes, float *scales, float *lows)
-{
-    const int64_t at = begin * group;
-    IN_USE(quantize)->to_int4(w + at * itemsize(dtype), dtype, end - begin, group, codes + at / 2, scales + begin, lows + begin);
-}
-
-SLIPSTREAM_API void slipstream_dequantize_int8(float *w, int64_t columns, int64_t begin, int64_t end, const int8_t *codes,
-                                               const float *scales)
-{
-    const int64_t at = begin * columns;
-    IN_USE(quantize)->from_int8(w + at, end - begin, columns, codes + at, scales + begin);
-}
-
-SLIPSTREAM_API void slipstream_dequantize_int4(float *w, int64_t group, int64_t begin, int64_t end, const uint8_t *codes,
-                                               const float *scales, const float *lows)
-{
-    const int64_t at = begin * group;
-    IN_USE(quantize)->from_int4(w + at, end - begin, group, codes + at / 2, scales + begin, lows + begin);
-}
-
-SLIPSTREAM_API void slipstream_dequantize_rows(char *w, int dtype, const struct row_form *form, int64_t begin, int64_t end,
-                                               const uint8_t *packed, const float *pairs)
-{
-    IN_USE(quantize)->from_rows(w + begin * form->columns * itemsize(dtype), dtype, end - begin, form,
-                            packed + begin * form->row_nbytes, pairs);
-}
-
-static int64_t piece_of(const struct grid *grid, int64_t item, int64_t *at)
-{
-    const int64_t per = (grid->group + grid->piece - 1) / grid->piece, first = item % per * grid->piece;
-    *at = item / per * grid->group + first;
-    return grid->group - first < grid->piece ? grid->group - first : grid->piece;
-}
-
-SLIPSTREAM_API void slipstream_ends(const struct grid *grid, int64_t begin, int64_t end)
-{
-    for (int64_t item = begin, at; item < end; ++item) {
-        const int64_t numel = piece_of(grid, item, &at);
-        IN_USE(quantize)->to_ends(grid->w + at * itemsize(grid->dtype), grid->dtype, numel, grid->ends + 2 * item);
-    }
-}
-
-SLIPSTREAM_API void slipstream_on_grid(const struct grid *grid, int64_t begin, int64_t end)
-{
-    for (int64_t item = begin, at; item < end; ++item) {
-        const int64_t numel = piece_of(grid, item, &at), size = itemsize(grid->dtype), group = at / grid->group;
-        IN_USE(quantize)->to_grid(grid, grid->w + at * size, grid->out + at * size, numel, grid->scale[group], grid->zero[group]);
-    }
-}
-
-/* ---- others ---- */
-
-/* A pass of fused.c over rows [begin, end). */
-SLIPSTREAM_API void slipstream_fused(int pass, const struct fused *s, int64_t begin, int64_t end)
-{
-    IN_USE(fused)->passes[pass](s, begin, end);
-}
-
-/* Items [begin, end) of block-sparse attention; returns 0 if there is no memory. */
-SLIPSTREAM_API int slipstream_sparse(int backward, const struct sparse *s, int64_t begin, int64_t end)
-{
-    return (backward ? IN_USE(sparse)->backward : IN_USE(sparse)->forward)(s, begin, end);
-}
+ENTRY(onebit)
+ENTRY(quantize)
+ENTRY(fused)
+ENTRY(sparse)
 
 /* Each of the caller's threads calls this with the same arrays, and takes items until none are left. Requires AVX2: callers check. */
 SLIPSTREAM_API void slipstream_grouped(void *call)

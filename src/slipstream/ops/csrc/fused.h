@@ -1,4 +1,4 @@
-/* The passes of a transformer layer between its products: the arrays of a call, and the function table of an instruction set. */
+/* The passes of a transformer layer between its products: the arrays of a call, and its passes. */
 #ifndef SLIPSTREAM_FUSED_H
 #define SLIPSTREAM_FUSED_H
 
@@ -19,10 +19,6 @@ struct fused {
 enum { FUSED_NO_NORM, FUSED_LAYER_NORM, FUSED_RMS_NORM };
 enum { FUSED_GELU_TANH, FUSED_GELU, FUSED_SILU, FUSED_RELU };
 
-struct fused_isa {
-    void (*passes[7])(const struct fused *s, int64_t begin, int64_t end); /* of fused.c, in its order; rows [begin, end) */
-};
-
-extern const struct fused_isa fused_portable, fused_avx2, fused_avx512;
+FAMILY(fused, 7); /* of fused.c, in its order; rows */
 
 #endif

@@ -112,4 +112,5 @@ TARGET static void copy(char *dst, const char *src, int64_t nbytes)
 #include "onebit_body.h"
 #endif
 
-const struct kernels_isa OF_ISA(kernels) = TABLE(sum_block, copy, step, wire_encode, wire_sum, {onebit_worker, onebit_server, onebit_update});
+const struct kernels_isa OF_ISA(kernels) = TABLE(sum_block, copy, step, wire_encode, wire_sum);
+const struct onebit_isa OF_ISA(onebit) = TABLE({onebit_worker, onebit_server, onebit_update});

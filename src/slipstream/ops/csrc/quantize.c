@@ -14,21 +14,24 @@ INLINE vec whole_between(vec x, float least, float most)
 
 INLINE vec at_least_tiny(vec x) { return vec_max(x, vec_set(0x1p-126f)); }
 
-TARGET static void to_int8(const char *w, int dtype, int64_t rows, int64_t columns, int8_t *codes, float *scales)
+TARGET static void to_int8(const struct quantize *s, int64_t begin, int64_t end)
 {
-    const int64_t size = itemsize(dtype);
-    for (int64_t row = 0; row < rows; ++row, w += columns * size, codes += columns) {
+    const int dtype = s->dtype;
+    const int64_t columns = s->group, size = itemsize(dtype);
+    for (int64_t row = begin; row < end; ++row) {
+        const char *w = s->w + row * columns * size;
+        char *codes = s->codes + row * columns;
         vec largest = vec_set(0.0f), broken = vec_set(0.0f);
         for (int64_t k = 0; k < columns; k += 16) {
             const vec x = load_part(w + k * size, columns - k, dtype);
             largest = vec_max(largest, vec_abs(x));
             broken = vec_add(broken, vec_sub(x, x)); /* a maximum may drop a NaN; this is 0 until a non-finite value, then NaN */
         }
-        scales[row] = lanes_max(largest) / 127.0f + lanes_sum(broken);
-        const vec scale = at_least_tiny(vec_set(scales[row]));
+        s->scale[row] = lanes_max(largest) / 127.0f + lanes_sum(broken);
+        const vec scale = at_least_tiny(vec_set(s->scale[row]));
         for (int64_t k = 0; k < columns; k += 16) {
             const int64_t width = columns - k < 16 ? columns - k : 16;
-            int8_t last[16];
+            char last[16];
             store_i8(width == 16 ? codes + k : last, whole_between(vec_div(load_part(w + k * size, width, dtype), scale), -127.0f, 127.0f));
             if (width < 16)
                 memcpy(codes + k, last, (size_t)width);
@@ -109,19 +112,19 @@ TARGET static void fit(across w, int64_t group, float *scales, float *lows)
     }
 }
 
-TARGET static void to_int4(const char *w, int dtype, int64_t groups, int64_t group, uint8_t *codes, float *scales, float *lows)
+TARGET static void to_int4(const struct quantize *s, int64_t begin, int64_t end)
 {
-    const int64_t size = itemsize(dtype), bytes = group / 2;
-    for (int64_t first = 0; first < groups; first += 16) {
-        const int64_t lanes = groups - first < 16 ? groups - first : 16;
+    const int64_t group = s->group, size = itemsize(s->dtype), bytes = group / 2;
+    for (int64_t first = begin; first < end; first += 16) {
+        const int64_t lanes = end - first < 16 ? end - first : 16;
         char padded[sizeof(across)];
         float rows[sizeof(across) / sizeof(float)], scale[16], low[16];
         across turned;
-        const char *from = w + first * group * size;
+        const char *from = s->w + first * group * size;
         if (lanes < 16)
             from = memcpy(memset(padded, 0, sizeof padded), from, (size_t)(lanes * group * size));
         for (int64_t i = 0; i < group; ++i) /* 16 groups are `group` vectors */
-            store_f32(rows + i * 16, load_vec(from + i * 16 * size, dtype), 0);
+            store_f32(rows + i * 16, load_vec(from + i * 16 * size, s->dtype), 0);
         for (int lane = 0; lane < 16; ++lane)
             for (int64_t k = 0; k < group; ++k)
                 turned[k][lane] = rows[lane * group + k];
@@ -134,27 +137,31 @@ TARGET static void to_int4(const char *w, int dtype, int64_t groups, int64_t gro
         }
         for (int64_t lane = 0; lane < lanes; ++lane)
             for (int64_t k = 0; k < bytes; ++k)
-                codes[(first + lane) * bytes + k] = (uint8_t)turned[k][lane];
-        memcpy(scales + first, scale, (size_t)lanes * sizeof(float));
-        memcpy(lows + first, low, (size_t)lanes * sizeof(float));
+                s->codes[(first + lane) * bytes + k] = (char)(uint8_t)turned[k][lane];
+        memcpy(s->scale + first, scale, (size_t)lanes * sizeof(float));
+        memcpy(s->low + first, low, (size_t)lanes * sizeof(float));
     }
 }
 
 /* Dequantization: a loop that compilers vectorize, and a table lookup of 16 4-bit codes at a time. */
-TARGET static void from_int8(float *restrict w, int64_t rows, int64_t columns, const int8_t *restrict codes, const float *scales)
+TARGET static void from_int8(const struct quantize *s, int64_t begin, int64_t end)
 {
-    for (int64_t row = 0; row < rows; ++row, w += columns, codes += columns) {
-        const float scale = scales[row];
-        for (int64_t k = 0; k < columns; ++k)
+    float *restrict w = (float *)s->w + begin * s->group;
+    const int8_t *restrict codes = (const int8_t *)s->codes + begin * s->group;
+    for (int64_t row = begin; row < end; ++row, w += s->group, codes += s->group) {
+        const float scale = s->scale[row];
+        for (int64_t k = 0; k < s->group; ++k)
             w[k] = (float)codes[k] * scale;
     }
 }
 
-TARGET static void from_int4(float *restrict w, int64_t groups, int64_t group, const uint8_t *restrict codes, const float *scales,
-                             const float *lows)
+TARGET static void from_int4(const struct quantize *s, int64_t begin, int64_t end)
 {
-    for (int64_t i = 0; i < groups; ++i, w += group, codes += group / 2) {
-        const float scale = scales[i], low = lows[i];
+    const int64_t group = s->group;
+    float *restrict w = (float *)s->w + begin * group;
+    const uint8_t *restrict codes = (const uint8_t *)s->codes + begin * group / 2;
+    for (int64_t i = begin; i < end; ++i, w += group, codes += group / 2) {
+        const float scale = s->scale[i], low = s->low[i];
         const vec table = vec_add(vec_mul(lane_numbers(), vec_set(scale)), vec_set(low));
         int64_t k = 0;
         for (; k + 8 <= group / 2; k += 8)
@@ -166,16 +173,17 @@ TARGET static void from_int4(float *restrict w, int64_t groups, int64_t group, c
     }
 }
 
-TARGET static void from_rows(char *w, int dtype, int64_t rows, const struct row_form *form, const uint8_t *packed,
-                             const float *pairs)
+TARGET static void from_rows(const struct quantize *s, int64_t begin, int64_t end)
 {
-    const int64_t size = itemsize(dtype), columns = form->columns, block = form->block, bits = form->bits;
+    const int dtype = s->dtype;
+    const int64_t size = itemsize(dtype), columns = s->columns, block = s->block, bits = s->bits;
     float values[16]; /* the values of the 16 4-bit codes */
     for (int code = 0; code < 16; ++code)
-        values[code] = pairs[2 * code];
+        values[code] = s->pairs[2 * code];
     const vec table = load_f32(values);
-    for (int64_t row = 0; row < rows; ++row, packed += form->row_nbytes, w += columns * size) {
-        const uint8_t *scales = packed + form->code_nbytes;
+    for (int64_t row = begin; row < end; ++row) {
+        const uint8_t *packed = (const uint8_t *)s->codes + row * s->row_nbytes, *scales = packed + s->code_nbytes;
+        char *const w = s->w + row * columns * size;
         for (int64_t first = 0; first < columns; first += block, scales += 2) {
             const uint32_t upper = (uint32_t)scales[0] << 16 | (uint32_t)scales[1] << 24;
             const int64_t stop = columns - first < block ? columns : first + block;
@@ -197,33 +205,47 @@ TARGET static void from_rows(char *w, int dtype, int64_t rows, const struct row_
 
 /* ---- rounding to a grid ---- */
 
-TARGET static void to_ends(const char *w, int dtype, int64_t numel, float *ends)
+/* The first element of an item, and how many it has. */
+INLINE int64_t piece_of(const struct quantize *s, int64_t item, int64_t *numel)
 {
-    const vec zero = vec_set(0.0f), first = vec_set(lanes_sum(load_part(w, 1, dtype)));
-    vec least = first, most = first, broken = zero;
-    for (int64_t k = 0; k < numel; k += 16) {
-        const vec x = first_lanes(load_part(w + k * itemsize(dtype), numel - k, dtype), numel - k, first);
-        least = vec_min(least, x);
-        most = vec_max(most, x);
-        broken = vec_add(broken, vec_sub(x, x)); /* 0 until a value is not finite, then NaN */
+    const int64_t per = (s->group + s->piece - 1) / s->piece, first = item % per * s->piece;
+    *numel = s->group - first < s->piece ? s->group - first : s->piece;
+    return item / per * s->group + first;
+}
+
+TARGET static void to_ends(const struct quantize *s, int64_t begin, int64_t end)
+{
+    for (int64_t item = begin, numel; item < end; ++item) {
+        const char *w = s->w + piece_of(s, item, &numel) * itemsize(s->dtype);
+        const vec zero = vec_set(0.0f), first = vec_set(lanes_sum(load_part(w, 1, s->dtype)));
+        vec least = first, most = first, broken = zero;
+        for (int64_t k = 0; k < numel; k += 16) {
+            const vec x = first_lanes(load_part(w + k * itemsize(s->dtype), numel - k, s->dtype), numel - k, first);
+            least = vec_min(least, x);
+            most = vec_max(most, x);
+            broken = vec_add(broken, vec_sub(x, x)); /* 0 until a value is not finite, then NaN */
+        }
+        s->ends[2 * item] = lanes_sum(broken) - lanes_max(vec_sub(zero, least));
+        s->ends[2 * item + 1] = lanes_sum(broken) + lanes_max(most);
     }
-    ends[0] = lanes_sum(broken) - lanes_max(vec_sub(zero, least));
-    ends[1] = lanes_sum(broken) + lanes_max(most);
 }
 
-INLINE vec on_grid(vec x, const struct grid *grid, vec scale, vec zero)
+TARGET static void to_grid(const struct quantize *s, int64_t begin, int64_t end)
 {
-    return vec_add(vec_mul(whole_between(vec_div(vec_sub(x, zero), scale), grid->low, grid->high), scale), zero);
-}
-
-TARGET static void to_grid(const struct grid *grid, const char *w, char *out, int64_t numel, float scale, float zero)
-{
-    const int64_t size = itemsize(grid->dtype);
-    for (int64_t k = 0; k < numel; k += 16) {
-        const vec x = load_part(w + k * size, numel - k, grid->dtype);
-        store_part(out + k * size, on_grid(x, grid, vec_set(scale), vec_set(zero)), numel - k, grid->dtype);
+    const int dtype = s->dtype;
+    const float lowest = s->lowest, highest = s->highest;
+    const int64_t size = itemsize(dtype);
+    for (int64_t item = begin, numel; item < end; ++item) {
+        const int64_t at = piece_of(s, item, &numel);
+        const char *const w = s->w + at * size;
+        char *const out = s->codes + at * size;
+        const vec scale = vec_set(s->scale[at / s->group]), low = vec_set(s->low[at / s->group]);
+        for (int64_t k = 0; k < numel; k += 16) {
+            const vec steps = whole_between(vec_div(vec_sub(load_part(w + k * size, numel - k, dtype), low), scale), lowest, highest);
+            store_part(out + k * size, vec_add(vec_mul(steps, scale), low), numel - k, dtype);
+        }
     }
 }
 #endif
 
-const struct quantize_isa OF_ISA(quantize) = TABLE(to_int8, from_int8, to_int4, from_int4, from_rows, to_ends, to_grid);
+const struct quantize_isa OF_ISA(quantize) = TABLE({to_int8, from_int8, to_int4, from_int4, from_rows, to_ends, to_grid});

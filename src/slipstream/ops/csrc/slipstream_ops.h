@@ -58,14 +58,19 @@ struct kernels_isa {
     /* A step of one of optim.h's rules. Elements [start, stop), at most one BLOCK; start is a multiple of 256. Writes the rule's
      * two sums of squares to `sums` unless it is NULL. */
     void (*step)(int rule, const struct step *step, int64_t start, int64_t stop, double *sums);
-    /* wire_body.h. Elements [start, stop) of a sum are at most one BLOCK; its start is a multiple of 256. */
+    /* wire_body.h. wire_sum: sum_block of codes of this many bits */
     void (*wire_encode)(const char *x, int dtype, int64_t numel, int bits, uint8_t *out, uint8_t *error, float beta);
     double (*wire_sum)(const struct sum_args *args, int64_t start, int64_t stop, int bits, int target);
-    /* onebit_body.h. start and stop are multiples of 512; those of an update, of 16. */
-    void (*onebit[3])(const struct onebit *s, int64_t start, int64_t stop);
 };
 
-enum { ONEBIT_WORKER, ONEBIT_SERVER, ONEBIT_UPDATE };
+/* A family of passes over elements, rows, groups or items [begin, end) of the arrays of one record, the struct of its name. */
+#define FAMILY(family, num_passes)                                                                                      \
+    struct family##_isa {                                                                                               \
+        void (*passes[num_passes])(const struct family *s, int64_t begin, int64_t end);                                 \
+    };                                                                                                                  \
+    extern const struct family##_isa family##_portable, family##_avx2, family##_avx512
+
+FAMILY(onebit, 3); /* of onebit_body.h, in its order; elements, in multiples of 512 */
 
 enum isa { PORTABLE, AVX2, AVX512, AVX512VNNI, AVX512BF16 };
 

@@ -330,12 +330,14 @@ TARGET static float *scratch_of(const struct sparse *s, int count, int64_t more)
     return aligned_alloc(64, (size_t)(count * s->length * padded(s) + more) * sizeof(float));
 }
 
-TARGET static int forward(const struct sparse *s, int64_t begin, int64_t end)
+TARGET static void forward(const struct sparse *s, int64_t begin, int64_t end)
 {
     const int64_t size = s->length * padded(s), group = s->num_heads / s->num_kv_heads;
     float *scratch = scratch_of(s, 5, CHUNK * PANEL * PANEL);
-    if (!scratch)
-        return 0;
+    if (!scratch) {
+        *s->failed = 1;
+        return;
+    }
     float *keys = scratch, *scored = scratch + 5 * size;
     for (int64_t item = begin; item < end; ++item) {
         const int64_t b = item / s->num_kv_heads, kv = item % s->num_kv_heads;
@@ -354,7 +356,6 @@ TARGET static int forward(const struct sparse *s, int64_t begin, int64_t end)
         }
     }
     free(scratch);
-    return 1;
 }
 
 /* ---- backward ---- */
@@ -432,12 +433,14 @@ TARGET static void backward_tile(const struct pass *pass, const struct sides *x,
     }
 }
 
-TARGET static int backward(const struct sparse *s, int64_t begin, int64_t end)
+TARGET static void backward(const struct sparse *s, int64_t begin, int64_t end)
 {
     const int64_t dim = padded(s), size = s->length * dim, group = s->num_heads / s->num_kv_heads;
     float *scratch = scratch_of(s, 9, 2 * CHUNK * PANEL * PANEL);
-    if (!scratch)
-        return 0;
+    if (!scratch) {
+        *s->failed = 1;
+        return;
+    }
     float *keys = scratch, *values = scratch + size, *scored = scratch + 9 * size;
     for (int64_t item = begin; item < end; ++item) {
         const int64_t b = item / s->num_kv_heads, kv = item % s->num_kv_heads;
@@ -464,8 +467,7 @@ TARGET static int backward(const struct sparse *s, int64_t begin, int64_t end)
         put_rows(s, &s->dv, b, kv, x.dv);
     }
     free(scratch);
-    return 1;
 }
 #endif
 
-const struct sparse_isa OF_ISA(sparse) = TABLE(forward, backward);
+const struct sparse_isa OF_ISA(sparse) = TABLE({forward, backward});

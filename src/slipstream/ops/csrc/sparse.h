@@ -1,4 +1,4 @@
-/* Block-sparse attention: the arguments of a call, and the function table of an instruction set.
+/* Block-sparse attention: the arguments of a call, and its passes.
  *
  * A tile is up to 64 neighboring queries that attend to the same keys, listed as panels of 16 keys. So nothing here knows the size
  * of a block. Scores exist for one tile and CHUNK panels at a time; the forward keeps one log-sum-exp per query, from which the
@@ -35,15 +35,9 @@ struct sparse {
     float scale, dropout;                      /* dropout: the least 16-bit number that is kept */
     uint32_t seed;
     int32_t dtype, causal;
+    int32_t *failed; /* set to 1 if there is no memory */
 };
 
-struct sparse_isa {
-    /* Items [begin, end); item batch * num_kv_heads + kv_head has the queries of all heads of its group. Returns 0 if there is no
-     * memory. */
-    int (*forward)(const struct sparse *s, int64_t begin, int64_t end);
-    int (*backward)(const struct sparse *s, int64_t begin, int64_t end);
-};
-
-extern const struct sparse_isa sparse_portable, sparse_avx2, sparse_avx512;
+FAMILY(sparse, 2); /* forward, backward; item batch * num_kv_heads + kv_head has the queries of all heads of its group */
 
 #endif
