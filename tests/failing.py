@@ -567,7 +567,7 @@ def serve_ranks(
     from slipstream.inference.generic import GenericDecoder
     from slipstream.inference.joined import JoinedParts
 
-    kind, name = (native.NativeDecoder, "_run") if forward == "native" else (GenericDecoder, "forward")
+    kind, name = (native.NativeDecoder, "_run") if forward == "native" else (GenericDecoder, "run")
     if forward == "torch":
         native.why_not, kind, name = lambda config: "as asked", JoinedParts, "added"
     if hosts > 1:

@@ -201,7 +201,7 @@ def test_graphs_end_before_their_group() -> None:
         serving.release = group.has_no_graph.set
         serving.share({}, threads=1, message_nbytes=64)
         serving.gather("ready")
-        serving.start(lambda copies, numbers: None, heard.put)
+        serving.start(lambda numbers: None, heard.put)
         destroyed: list[Any] = []
         if serving.index == failing:
             serving.fail("it has no memory")

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
@@ -303,42 +303,78 @@ class Batch(NamedTuple):
         return ForwardSize(self.num_tokens, sum(chunk.num_rows for chunk in self.chunks), sum(attended(*span) for span in spans))
 
 
-def numbers_of(batch: Batch, turn: Callable[[int], int], block_size: int) -> tuple[array[int], ...]:
-    """The first step of a batch as numbers, with the blocks of all steps: token ids; [chunks + 1] offsets of the chunks in them;
-    [chunks] first positions; [chunks] `turn`(text length); blocks; [chunks] offsets of the chunks in them; rows that need
-    logits."""
-    ids, first_row, start, turns, tables, table_at, logit_rows = (array("i") for _ in range(7))
-    first_row.append(0)
+class Span(NamedTuple):
+    """One chunk's part of `Numbers`."""
+
+    begin: int  # index of its first token
+    end: int
+    start: int  # position of its first token
+    length: int  # known tokens of its text
+    blocks: Sequence[int]  # its text's
+
+    @property
+    def stop(self) -> int:
+        """The position after its last token."""
+        return self.start + self.end - self.begin
+
+
+class Numbers(NamedTuple):
+    """What a forward reads of a batch, or of whole texts: int32. Other processes compute their parts from the same numbers."""
+
+    copies: array[int]  # blocks (from, to) to copy before, one pair after the other
+    ids: array[int]  # tokens
+    first_row: array[int]  # [chunks + 1], offsets of the chunks in `ids`
+    start: array[int]  # [chunks], positions of their first tokens
+    lengths: array[int]  # [chunks], known tokens of their texts
+    tables: array[int]  # blocks, of all steps
+    table_at: array[int]  # [chunks], offsets of the chunks in `tables`
+    logit_rows: array[int]  # indices in `ids` of the tokens after which logits are needed
+    types: array[int]  # token types; empty: all are 0
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """`copies` as pairs."""
+        return [*zip(self.copies[::2], self.copies[1::2], strict=True)]
+
+    def spans(self) -> list[Span]:
+        tables = (self.tables[begin:end] for begin, end in pairwise([*self.table_at, len(self.tables)]))
+        of_chunks = zip(pairwise(self.first_row), self.start, self.lengths, tables, strict=True)
+        return [Span(begin, end, start, length, blocks) for (begin, end), start, length, blocks in of_chunks]
+
+
+def numbers_of(batch: Batch, block_size: int) -> Numbers:
+    """The numbers of a batch's first step."""
+    numbers = Numbers(*(array("i") for _ in Numbers._fields))
+    numbers.copies.extend(chain.from_iterable(batch.copies))
     for chunk in batch.chunks:
-        ids.extend(chunk.request.tokens[chunk.start : chunk.stop])
-        ids.extend(chunk.draft)
-        start.append(chunk.start)
-        turns.append(turn(len(chunk.request.tokens)))
-        table_at.append(len(tables))
-        tables.extend(chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft) + batch.steps - 1) // block_size)])
-        first_row.append(len(ids))
-        logit_rows.extend(range(len(ids) - chunk.num_rows, len(ids)))
-    return ids, first_row, start, turns, tables, table_at, logit_rows
+        numbers.first_row.append(len(numbers.ids))
+        numbers.ids.extend(chunk.request.tokens[chunk.start : chunk.stop])
+        numbers.ids.extend(chunk.draft)
+        numbers.start.append(chunk.start)
+        numbers.lengths.append(len(chunk.request.tokens))
+        numbers.table_at.append(len(numbers.tables))
+        numbers.tables.extend(chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft) + batch.steps - 1) // block_size)])
+        numbers.logit_rows.extend(range(len(numbers.ids) - chunk.num_rows, len(numbers.ids)))
+    numbers.first_row.append(len(numbers.ids))
+    return numbers
 
 
-_AS_USUAL, _EACH_ROW = SamplingParams(), SamplingParams(prompt_logprobs=0)  # give a chunk logits for its last row, or for each row
-
-
-def batch_of(copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> Batch:
-    """The inverse of `numbers_of` for one step with turn = int. Tokens before and after a chunk's own are 0."""
-    ids, first_row, start, lengths, tables, table_at, logit_rows = numbers
-    chunks = []
-    for i, (begin, end) in enumerate(pairwise([*table_at, len(tables)])):
-        own, num_rows = ids[first_row[i] : first_row[i + 1]], sum(first_row[i] <= row < first_row[i + 1] for row in logit_rows)
-        stop = min(lengths[i], start[i] + len(own))
-        tokens = [0] * lengths[i]
-        tokens[start[i] : stop] = own[: stop - start[i]]
-        request = Request(id="", tokens=tokens, params=_AS_USUAL, blocks=list(tables[begin:end]))
-        chunk = Chunk(request, start[i], stop, tuple(own[stop - start[i] :]))
-        if chunk.num_rows != num_rows:
-            request.params = _EACH_ROW
-        chunks.append(chunk)
-    return Batch(tuple(chunks), tuple(copies))
+def numbers_of_texts(texts: Sequence[Sequence[int]], block_size: int, types: Sequence[Sequence[int]] | None = None) -> Numbers:
+    """The numbers of whole texts, in the first blocks of the cache."""
+    lengths = array("i", map(len, texts))
+    first_row = array("i", accumulate(lengths, initial=0))
+    table_at = array("i", accumulate((-(-length // block_size) for length in lengths), initial=0))
+    return Numbers(
+        copies=array("i"),
+        ids=array("i", chain.from_iterable(texts)),
+        first_row=first_row,
+        start=array("i", bytes(4 * len(texts))),
+        lengths=lengths,
+        tables=array("i", range(table_at[-1])),
+        table_at=table_at[:-1],
+        logit_rows=array("i", range(first_row[-1])),
+        types=array("i", chain.from_iterable(types or ())),
+    )
 
 
 class QueueFullError(RuntimeError):

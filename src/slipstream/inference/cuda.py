@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.inference.config import NORMS, Latent, Layer, RoutedExperts, TransformerConfig
-from slipstream.inference.core import Batch
-from slipstream.inference.decoder import add_experts, choose, learnt, soft_cap, text_batch
+from slipstream.inference.core import Batch, Numbers, numbers_of, numbers_of_texts
+from slipstream.inference.decoder import add_experts, choose, learnt, soft_cap
 from slipstream.inference.joined import JoinedParts
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import rope_table, shape_of
@@ -345,58 +345,51 @@ class CudaDecoder:
 
     # -- running --
 
-    @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """As `core.Runner.forward`; the logits are on the cache's device."""
-        with self._here():
-            self.cache.copy(batch.copies)
-            one_row_each = all(chunk.num_tokens == 1 for chunk in batch.chunks)
-            lanes = self._lanes(one_row_each)
-            lists = self._numbers(batch, lanes // self._lanes_of_row)
-            if one_row_each and (size := next((size for size in self._graphs if size >= len(batch.chunks)), 0)):
-                graph, logits = self._graphs[size]
-                numbers, _ = self._pack(lists, size)
-                self._static[: len(numbers)].copy_(numbers, non_blocking=True)
-                graph.replay()
-                return logits[: len(lists[5])].clone()  # the next replay overwrites them
-            return self._compute(self._moved(lists, lanes))
+        return self.run(numbers_of(batch, self.block_size))
 
-    @torch.inference_mode()
     def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
         """As `decoder.Decoder.hidden`."""
-        lanes = self._lanes(one_row_each=False)
+        return self.run(numbers_of_texts(texts, self.block_size, types))
+
+    @torch.inference_mode()
+    def run(self, numbers: Numbers) -> Tensor:
+        """As `decoder.Decoder.run`."""
         with self._here():
-            lists = self._numbers(text_batch(texts, self.block_size), lanes // self._lanes_of_row)
-            kinds = None if types is None else torch.tensor([kind for row in types for kind in row], device=self.cache.device)
-            return self._hidden(self._moved(lists, lanes)._replace(types=kinds), torch.float32)
+            self.cache.copy(numbers.pairs)
+            one_row_each = self.config.has_head and len(numbers.ids) == len(numbers.start)
+            lanes = self._lanes(one_row_each)
+            lists = self._lists(numbers, lanes // self._lanes_of_row)
+            if one_row_each and (size := next((size for size in self._graphs if size >= len(numbers.ids)), 0)):
+                graph, logits = self._graphs[size]
+                packed, _ = self._pack(lists, size)
+                self._static[: len(packed)].copy_(packed, non_blocking=True)
+                graph.replay()
+                return logits[: len(numbers.logit_rows)].clone()  # the next replay overwrites them
+            packed, cuts = self._pack(lists)
+            step = self._step(packed.to(self.cache.device, non_blocking=True), cuts, lanes, max(lists[3]))
+            if self.config.has_head:
+                return self._compute(step)
+            types = torch.tensor(numbers.types, dtype=torch.int32, device=self.cache.device) if numbers.types else None
+            return self._hidden(step._replace(types=types), torch.float32)
 
-    def _numbers(self, batch: Batch, rows_per_tile: int) -> list[list[int]]:
-        """The numbers for a `_Step`'s tensors, the tile lists last."""
+    def _lists(self, numbers: Numbers, rows_per_tile: int) -> list[list[int]]:
+        """The numbers for a `_Step`'s tensors, the block tables last."""
         config, block_size = self.config, self.block_size
-        lists = [list[int]() for _ in range(len(_UNUSED) + 1)]
-        tokens, positions, angles, stops, slots, rows, tile_row, tile_length, tile_table, tables = lists
-        for chunk in batch.chunks:
-            begin, blocks = len(tokens), chunk.request.blocks
-            stop = chunk.start + chunk.num_tokens
-            places = range(chunk.start, stop)
-            tokens += chunk.request.tokens[chunk.start : chunk.stop]
-            tokens += chunk.draft
-            assert len(tokens) - begin == chunk.num_tokens, f"{chunk} exceeds its request's {len(chunk.request.tokens)} tokens"
+        positions, angles, stops, slots, tile_row, tile_length, tile_table = (list[int]() for _ in range(7))
+        for span, table in zip(numbers.spans(), numbers.table_at, strict=True):
+            places = range(span.start, span.stop)
             positions += places
-            angles += (p + self._num_positions for p in places) if len(chunk.request.tokens) > config.short_context else places
-            stops += (p + 1 for p in places) if config.causal else [stop] * chunk.num_tokens
-            slots += (blocks[p // block_size] * block_size + p % block_size for p in places)
-            rows += range(len(tokens) - chunk.num_rows, len(tokens))
-            for row in range(begin, len(tokens), rows_per_tile):
+            angles += (p + self._num_positions for p in places) if span.length > config.short_context else places
+            stops += (p + 1 for p in places) if config.causal else [span.stop] * len(places)
+            slots += (span.blocks[p // block_size] * block_size + p % block_size for p in places)
+            for row in range(span.begin, span.end, rows_per_tile):
                 tile_row.append(row)
-                tile_length.append(min(rows_per_tile, len(tokens) - row))
-                tile_table.append(len(tables))
-            tables += blocks[: -(-stop // block_size)]
-        return lists
-
-    def _moved(self, lists: list[list[int]], lanes: int) -> _Step:
-        numbers, cuts = self._pack(lists)
-        return self._step(numbers.to(self.cache.device, non_blocking=True), cuts, lanes, max(lists[3]))
+                tile_length.append(min(rows_per_tile, span.end - row))
+                tile_table.append(table)
+        tokens, rows, tables = (list(one) for one in (numbers.ids, numbers.logit_rows, numbers.tables))
+        return [tokens, positions, angles, stops, slots, rows, tile_row, tile_length, tile_table, tables]
 
     def _lanes(self, one_row_each: bool) -> int:
         return max(_FEW_LANES if one_row_each and self.dtype != torch.float32 else _LANES, self._lanes_of_row)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.inference.config import Latent, Layer, Rope, RoutedExperts, TransformerConfig
-from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
+from slipstream.inference.core import Batch, Numbers, numbers_of, numbers_of_texts
 from slipstream.inference.joined import JoinedParts
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp, put
@@ -37,52 +36,32 @@ class RowSpan(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A batch as tensors on the device."""
+    """`Numbers` as tensors on the device."""
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
     lengths: Tensor  # [T], number of known tokens of the token's request
     slots: Tensor  # [T], cache slot of each token's key and value
     rows: Tensor  # [rows], indices into T of the tokens whose logits are needed
+    types: Tensor  # [T], token types; empty: all are 0
     spans: list[RowSpan]
 
 
-def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
-    tokens, positions, lengths, rows = (list[int]() for _ in range(4))
-    contexts: list[Tensor] = []
-    for chunk in batch.chunks:
-        first = len(tokens)
-        tokens += chunk.request.tokens[chunk.start : chunk.stop]
-        tokens += chunk.draft
-        positions += range(chunk.start, chunk.start + chunk.num_tokens)
-        lengths += [len(chunk.request.tokens)] * chunk.num_tokens
-        assert len(tokens) - first == chunk.num_tokens, f"{chunk} exceeds its request's {len(chunk.request.tokens)} tokens"
-        rows += range(len(tokens) - chunk.num_rows, len(tokens))
-        contexts.append(cache.slots(chunk.request.blocks, 0, chunk.start + chunk.num_tokens))
-    bounds = list(accumulate((chunk.num_tokens for chunk in batch.chunks), initial=0))
-    contexts = [slots.to(cache.device) for slots in contexts]
+def inputs_of(numbers: Numbers, cache: KVCache) -> Inputs:
+    def moved(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=cache.device)
+
+    parts = numbers.spans()
+    spans = [RowSpan(one.begin, one.end, one.start, cache.slots(one.blocks, 0, one.stop).to(cache.device)) for one in parts]
     return Inputs(
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=cache.device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=cache.device),
-        lengths=torch.tensor(lengths, dtype=torch.int64, device=cache.device),
-        slots=torch.cat([slots[chunk.start :] for slots, chunk in zip(contexts, batch.chunks, strict=True)]),
-        rows=torch.tensor(rows, dtype=torch.int64, device=cache.device),
-        spans=[
-            RowSpan(begin, end, chunk.start, slots)
-            for (begin, end), chunk, slots in zip(pairwise(bounds), batch.chunks, contexts, strict=True)
-        ],
+        tokens=moved(numbers.ids),
+        positions=moved([position for one in parts for position in range(one.start, one.stop)]),
+        lengths=moved([one.length for one in parts for _ in range(one.begin, one.end)]),
+        slots=torch.cat([span.slots[span.start :] for span in spans]),
+        rows=moved(numbers.logit_rows),
+        types=moved(numbers.types),
+        spans=spans,
     )
-
-
-def text_batch(texts: Sequence[Sequence[int]], block_size: int) -> Batch:
-    """A batch of whole texts, in the first blocks of the cache."""
-    chunks, blocks = [], 0
-    for tokens in texts:
-        num = -(-len(tokens) // block_size)
-        request = Request(id="", tokens=list(tokens), params=SamplingParams(), blocks=list(range(blocks, blocks + num)))
-        chunks.append(Chunk(request, 0, len(tokens)))
-        blocks += num
-    return Batch(tuple(chunks), ())
 
 
 def learnt(config: TransformerConfig, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -129,31 +108,36 @@ class Decoder:
             if layer.rope
         }
 
-    @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """As `core.Runner.forward`; the logits are on the cache's device."""
-        self.cache.copy(batch.copies)
-        inputs, w = batch_inputs(batch, self.cache), self.weights
-        x = self._normed("final_norm", w, self._hidden(inputs)[inputs.rows])
+        return self.run(numbers_of(batch, self.block_size))
+
+    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """Of a model without a head: the last layer's outputs after the final norm, fp32 [tokens of all texts, hidden]. Overwrites
+        the cache."""
+        return self.run(numbers_of_texts(texts, self.block_size, types))
+
+    @torch.inference_mode()
+    def run(self, numbers: Numbers) -> Tensor:
+        """Logits, or what `hidden` returns."""
+        self.cache.copy(numbers.pairs)
+        inputs, w = inputs_of(numbers, self.cache), self.weights
+        x = self._hidden(inputs)
+        if not self.config.has_head:
+            return self._normed("final_norm", w, x).float()
+        x = self._normed("final_norm", w, x[inputs.rows])
         if not self.config.part.has_head:
             return x[:, :0]
         x = x if w.embed_out is None else linear(x, w.embed_out)
         logits = self._joined.logits(linear(x, w.embed if w.head is None else w.head, w.head_bias).float())
         return soft_cap(logits * self.config.logit_scale, self.config.logit_softcap)
 
-    @torch.inference_mode()
-    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """Return the last layer's outputs after the final norm, fp32 [tokens of all texts, hidden]. Overwrites the cache."""
-        inputs = batch_inputs(text_batch(texts, self.block_size), self.cache)
-        kinds = None if types is None else torch.tensor([kind for row in types for kind in row], device=self.cache.device)
-        return self._normed("final_norm", self.weights, self._hidden(inputs, kinds)).float()
-
-    def _hidden(self, inputs: Inputs, types: Tensor | None = None) -> Tensor:
+    def _hidden(self, inputs: Inputs) -> Tensor:
         c, w = self.config, self.weights
         rope_tables = {rope: self._rope_table(rope, inputs) for rope in self._inv_freq}
         x_TE = self._joined.embedded(w.embed, inputs.tokens).to(self.dtype) * self._embed_scale
         if w.token_types is not None:
-            x_TE = x_TE + (w.token_types[0] if types is None else w.token_types[types]).to(self.dtype)
+            x_TE = x_TE + (w.token_types[inputs.types] if len(inputs.types) else w.token_types[0]).to(self.dtype)
         places = None if w.positions is None else w.positions[learnt(c, inputs.tokens, inputs.positions)].to(self.dtype)
         x_TE = x_TE if places is None or c.late_positions else x_TE + places
         x_TE = self._normed("embed_norm", w, x_TE)

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.config import huggingface
-from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
-from slipstream.inference.decoder import Inputs, RowSpan, attend, batch_inputs, visible
+from slipstream.inference.core import Batch, Chunk, Numbers, Request, SamplingParams, numbers_of
+from slipstream.inference.decoder import Inputs, RowSpan, attend, inputs_of, visible
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.models import is_encoder
@@ -146,11 +146,14 @@ class GenericDecoder:
         if over_processes and not self._fused:  # one by one, only a process with non-finite values would compute again
             raise UnsupportedModel(f"{type(model).__name__} computes one request after another, so it is not cut over processes")
 
-    @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """As `core.Runner.forward`; the logits are on the cache's device."""
-        self.cache.copy(batch.copies)
-        inputs = batch_inputs(batch, self.cache)
+        return self.run(numbers_of(batch, self.block_size))
+
+    @torch.inference_mode()
+    def run(self, numbers: Numbers) -> Tensor:
+        self.cache.copy(numbers.pairs)
+        inputs = inputs_of(numbers, self.cache)
         return self._forward_fused(inputs) if self._fused else self._forward_one_by_one(inputs)
 
     def put(self, role: str, weight: Tensor) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,12 @@ from torch import Tensor
 
 from slipstream.inference.adapters import ROLES
 from slipstream.inference.config import NO_LATENT, NORMS, RoutedExperts, TransformerConfig
-from slipstream.inference.core import Batch, Generate, numbers_of
+from slipstream.inference.core import Batch, Chunk, Generate, Numbers, numbers_of, numbers_of_texts
 from slipstream.inference.decoder import learnt
 from slipstream.inference.kv_cache import untouched_zeros
 from slipstream.inference.models import rope_table, shape_of
 from slipstream.inference.on_disk import LINE, ExpertStore, LayerStore, WeightMemory, choose
-from slipstream.inference.ranks import ServingRanks
+from slipstream.inference.ranks import ServingRanks, message_nbytes
 from slipstream.inference.sampler import Draws
 from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp
 from slipstream.ops import build
@@ -126,23 +126,20 @@ class _Steps(ctypes.Structure):
     )
 
 
-_NUMBERS = ("ids", "first_row", "start", "turns", "tables", "table_at", "logit_rows")
+_NUMBERS = ("ids", "first_row", "start", "turns", "tables", "table_at", "logit_rows", "types")
 _INPUTS = ("codes", "scales", "starts", "halves")
 
 
 class _Batch(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits", "first_layer", "until_layer")),
-        *((name, _pointer) for name in (*_NUMBERS, "types", "adapters", "low_tiles", "low")),
+        *((name, _pointer) for name in (*_NUMBERS, "adapters", "low_tiles", "low")),
         *((name, _long) for name in ("low_size", "num_tiles")),
         *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "low_q", "narrow", "mixed", "added")),
         *((name, _pointer) for name in ("all_q", "all_k", *_INPUTS, *(f"shared_{name}" for name in _INPUTS))),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
     )
-
-
-_Adapters = tuple["array[int]", "array[int]"]  # adapter address or 0 of each row; first rows of tiles of one adapter, and the end
 
 
 def why_not(config: TransformerConfig) -> str | None:
@@ -308,8 +305,10 @@ class NativeDecoder:
         if ranks is not None:
             self._shared = self._share(ranks)
         self._scratch: dict[str, Tensor] = {}  # memory that `_batch` points to
-        self._low = torch.empty(0)
+        self._low, self._adapters = torch.empty(0), (array("Q"), array("i"))  # low-rank products, and `_place_adapters`' arrays
         self._rows, self._batch = 0, _Batch()
+        if ranks is not None:
+            self._allocate(ranks.max_rows, ranks.max_rows)  # an error in a forward would be final for all processes
         self.close = self._team.close  # no forward may run after it
 
     def _share(self, ranks: ServingRanks) -> dict[str, int]:
@@ -318,8 +317,7 @@ class NativeDecoder:
         widths = {name: 4 * self._widths.pop(name)[0] for name in [*self._widths] if name.startswith("expert_")}
         if "expert_out" in widths:  # two, used in turn
             ranks.record.turn_size, widths["expert_out"] = ranks.max_rows * widths["expert_out"] // 4, 2 * widths["expert_out"]
-        blocks = -(-config.max_context // PANEL) + 1  # blocks of a sequence
-        numbers = {"threads": self.threads, "message_nbytes": 4 * (ranks.max_rows * (7 + blocks) + 2 * self.num_blocks + 16)}
+        numbers = {"threads": self.threads, "message_nbytes": message_nbytes(ranks.max_rows, self)}
         if config.part.tp_size == 1:
             return ranks.share(widths, **numbers)
         heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -663,7 +661,7 @@ class NativeDecoder:
     def _allocate(self, rows: int, num_logits: int) -> None:
         """Grow the scratch memory to `rows` rows, and the logits to `num_logits`."""
         if rows > self._rows:
-            assert self.ranks is None or rows <= self.ranks.max_rows, "batches are within the token budget"
+            assert self._rows == 0 or self.ranks is None, "batches are within the token budget"
             scratch = {name: torch.empty(rows * width, dtype=dtype) for name, (width, dtype) in self._widths.items()}
             addresses = {name: part.data_ptr() for name, part in scratch.items()}
             self._batch = _Batch(**{"logits": self._logits.ctypes.data, **addresses, **self._shared})
@@ -683,22 +681,20 @@ class NativeDecoder:
 
         Overwrites the cache's first blocks, so use it only with a decoder that serves no requests.
         """
-        blocks = -(-length // PANEL)
-        num = len(x) // length
-        tables = range(blocks * num)
-        self._run_rows(x, (range(0, len(x) + 1, length), [0] * num, [0] * num, tables, tables[::blocks], ()))
+        texts = [range(begin, begin + length) for begin in range(0, len(x), length)]
+        self._run_rows(x, numbers_of_texts(texts, PANEL)._replace(logit_rows=array("i")))
         return self._scratch["x"][: x.numel()].view(x.shape).clone()
 
     def normed(self, x: Tensor) -> Tensor:
         """Apply the final norm to rows [rows, hidden]. For a decoder without layers."""
-        self._run_rows(x, (range(0, len(x) + 1, len(x)), [0], [0], (), [0], range(len(x))))
+        self._run_rows(x, numbers_of_texts([range(len(x))], PANEL))
         return self._scratch["normed"][: x.numel()].view(x.shape).clone()
 
     def projected(self, x: Tensor) -> Tensor:
         """Logits, fp32 [rows, vocab], of normed rows. For a decoder without layers."""
         norm, self._model.final_norm.weight = self._model.final_norm.weight, None
         try:
-            self._run_rows(x, (range(0, len(x) + 1, len(x)), [0], [0], (), [0], range(len(x))))
+            self._run_rows(x, numbers_of_texts([range(len(x))], PANEL))
         finally:
             self._model.final_norm.weight = norm
         return torch.from_numpy(self._logits[: len(x)]).clone()
@@ -706,78 +702,50 @@ class NativeDecoder:
     def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Return the last layer's outputs after the final norm, fp32 [tokens of all texts, hidden], from position 0 on. `types`: of
         their tokens. For a model without a head whose cache holds all these tokens; the cache's blocks are overwritten."""
-        first_row = array("i", accumulate(map(len, texts), initial=0))
-        turns = array("i", (self._turn(len(text)) for text in texts))
-        table_at = array("i", accumulate((-(-len(text) // PANEL) for text in texts), initial=0))
-        assert table_at[-1] <= self.num_blocks, "the cache holds all tokens"
-        ids, tables, rows = (array("i", values) for values in (chain(*texts), range(table_at[-1]), range(first_row[-1])))
-        kinds = None if types is None else array("i", chain(*types))
-        if self.config.pad_token >= 0:
-            positions = torch.tensor([place for text in texts for place in range(len(text))])
-            kinds = array("i", learnt(self.config, torch.tensor(ids), positions).tolist())
-        numbers = ids, first_row, array("i", [0]) * len(texts), turns, tables, table_at[:-1], rows
-        self._allocate(len(ids), len(rows))
-        with nullcontext() if self.ranks is None else self.ranks.forward((), (*numbers, kinds or array("i"))):
-            self._run(*numbers, types=kinds)
-        return self._scratch["normed"][: len(ids) * self.config.hidden_size].view(len(ids), -1).clone()
+        hidden: Tensor = self.run(numbers_of_texts(texts, PANEL, types))
+        return hidden
 
-    def _adapters(self, batch: Batch) -> _Adapters | None:
-        """None if no row has an adapter."""
-        used = [chunk.request.adapter for chunk in batch.chunks if chunk.request.adapter is not None]
-        if not used:
-            return None
-        rank = max(adapter.rank for adapter in used)
-        if self._low.numel() < (numel := batch.num_tokens * len(ROLES) * rank):
-            self._low = torch.empty(numel, dtype=torch.float32, device="cpu")
-        self._batch.low, self._batch.low_size = self._low.data_ptr(), rank
-        rows, tiles = array("Q"), array("i")
-        for adapter, chunks in groupby(batch.chunks, key=lambda chunk: chunk.request.adapter):
-            first = len(rows)
-            rows.extend([0 if adapter is None else adapter.address] * sum(chunk.num_tokens for chunk in chunks))
-            tiles.extend(range(first, len(rows), _ROWS))
-        tiles.append(len(rows))
-        return rows, tiles
-
-    def _run_rows(self, x: Tensor, numbers: Sequence[Iterable[int]]) -> None:
-        """`numbers`: `_NUMBERS` without the ids. Row i of `x` replaces the embedding of token i."""
+    def _run_rows(self, x: Tensor, numbers: Numbers) -> None:
+        """Row i of `x` replaces the embedding of token i."""
         x = x.contiguous()
         model = self._model
         saved = model.embed, model.embed_codes, model.embed_type, model.embed_scale
         model.embed, model.embed_codes, model.embed_type, model.embed_scale = x.data_ptr(), None, TYPES[x.dtype], 1.0
         try:
-            self._run(array("i", range(len(x))), *(array("i", values) for values in numbers))
+            self._run(numbers)
         finally:
             model.embed, model.embed_codes, model.embed_type, model.embed_scale = saved
 
     def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
-        self.copy(batch.copies)
-        numbers = numbers_of(batch, self._turn, PANEL)
-        ids, *_, logit_rows = numbers
-        if self.ranks is None:
-            self._allocate(len(ids), len(logit_rows))
-            self._run(*numbers, adapters=self._adapters(batch))
-        else:
-            self._allocate(len(ids), len(logit_rows))  # an error after the others have begun would be final
-            rows = logit_rows if self.config.part.tp_size > 1 else array("i")
-            with self.ranks.forward(batch.copies, (*numbers[:-1], rows, array("i"))):
-                self._run(*numbers)
-        return self._logits[: len(logit_rows)]
+        logits: np.ndarray[Any, np.dtype[np.float32]] = self.run(numbers_of(batch, PANEL), batch.chunks)
+        return logits
+
+    def run(self, numbers: Numbers, chunks: Sequence[Chunk] = ()) -> Any:
+        """Compute this process's part of a forward: the results of `forward` or, without a head, of `hidden`. `chunks`: those with
+        adapters."""
+        config, num = self.config, len(numbers.ids)
+        assert config.has_head or len(numbers.tables) <= self.num_blocks, "the cache holds all tokens"
+        if not config.part.has_head:
+            numbers = numbers._replace(logit_rows=array("i"))
+        if config.pad_token >= 0:
+            positions = torch.tensor([position for span in numbers.spans() for position in range(span.stop)])
+            numbers = numbers._replace(types=array("i", learnt(config, torch.tensor(numbers.ids), positions).tolist()))
+        self._run(numbers, chunks)
+        if config.has_head:
+            return self._logits[: len(numbers.logit_rows)]
+        return self._scratch["normed"][: num * config.hidden_size].view(num, -1).clone()
 
     @property
     def generate(self) -> Generate | None:
-        """As `core.Runner.generate`; None with several processes or weights on disk, which need this process between two steps."""
-        return self._generate if self.ranks is None and self.store is None and self.layer_store is None else None
+        """As `core.Runner.generate`; None with weights on disk, which need this process between two steps."""
+        return self._generate if self.store is None and self.layer_store is None else None
 
     def _generate(self, batch: Batch, draws: Draws, stop: ctypes.c_int32) -> list[list[int]]:
-        self.copy(batch.copies)
-        ids, _, start, *_ = numbers = numbers_of(batch, self._turn, PANEL)
-        self._allocate(len(ids), len(ids))
-        adapters = self._adapters(batch)
-        self._place(*numbers, adapters=adapters)
+        numbers = self._place(numbers_of(batch, PANEL), batch.chunks)
         self._batch.first_layer, self._batch.until_layer = 0, len(self.config.layers)
-        num, tokens = len(ids), array("q", bytes(8 * len(ids) * batch.steps))
+        num, tokens = len(numbers.ids), array("q", bytes(8 * len(numbers.ids) * batch.steps))
         arrays = (draws.uniforms, draws.ends, draws.first_end)
-        at = [one.buffer_info()[0] for one in (*arrays, ids, start, tokens)]
+        at = [one.buffer_info()[0] for one in (*arrays, numbers.ids, numbers.start, tokens)]
         steps = _Steps(ctypes.addressof(draws.rows), *at[:3], ctypes.addressof(stop), *at[3:], batch.steps)
         if self._library.slipstream_decoder_steps(
             self._team.handle, ctypes.byref(self._model), ctypes.byref(self._batch), ctypes.byref(steps)
@@ -785,29 +753,37 @@ class NativeDecoder:
             raise MemoryError(f"no memory for a forward of {num} tokens")
         return [tokens[step * num : (step + 1) * num].tolist() for step in range(steps.done)]
 
-    def follow(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> None:
-        """Compute this process's part of a forward of rank 0. `numbers`: `_NUMBERS`, and token types if there are any."""
-        self.copy(copies)
-        *of_rows, types = numbers
-        self._run(*of_rows, types=types or None)
-
-    def _place(self, *numbers: array[int], types: array[int] | None = None, adapters: _Adapters | None = None) -> None:
-        """Make `_NUMBERS`, token types (None: all 0) and `_adapters` the inputs of the next call. They must outlive the call."""
-        ids, _, start, *_, logit_rows = numbers
-        self._allocate(len(ids), len(logit_rows))
-        record = self._batch
-        record.num_rows, record.num_sequences, record.num_logits = len(ids), len(start), len(logit_rows)
-        for name, values in zip(_NUMBERS, numbers, strict=True):
-            setattr(record, name, values.buffer_info()[0])
-        record.types = None if types is None else types.buffer_info()[0]
+    def _place(self, numbers: Numbers, chunks: Sequence[Chunk] = ()) -> Numbers:
+        """Make them the inputs of the next call, after their copies. The result, which has turns for lengths, must outlive it."""
+        self.copy(numbers.pairs)
+        self._allocate(len(numbers.ids), len(numbers.logit_rows))
+        numbers, record = numbers._replace(lengths=array("i", map(self._turn, numbers.lengths))), self._batch
+        record.num_rows, record.num_sequences, record.num_logits = len(numbers.ids), len(numbers.start), len(numbers.logit_rows)
+        for name, values in zip(_NUMBERS, numbers[1:], strict=True):
+            setattr(record, name, values.buffer_info()[0] if name != "types" or values else None)
         record.adapters = None
-        if adapters is not None:
-            record.adapters, record.low_tiles = (one.buffer_info()[0] for one in adapters)
-            record.num_tiles = len(adapters[1]) - 1
+        if any(chunk.request.adapter is not None for chunk in chunks):
+            self._place_adapters(chunks)
+        return numbers
 
-    def _run(self, *numbers: array[int], types: array[int] | None = None, adapters: _Adapters | None = None) -> None:
-        """Run one forward; arguments as in `_place`."""
-        self._place(*numbers, types=types, adapters=adapters)
+    def _place_adapters(self, chunks: Sequence[Chunk]) -> None:
+        """Pass the adapter's address or 0 of each row, the first rows of tiles of one adapter, and the end."""
+        rows, tiles = array("Q"), array("i")
+        for adapter, of_one in groupby(chunks, key=lambda chunk: chunk.request.adapter):
+            first = len(rows)
+            rows.extend([0 if adapter is None else adapter.address] * sum(chunk.num_tokens for chunk in of_one))
+            tiles.extend(range(first, len(rows), _ROWS))
+        tiles.append(len(rows))
+        rank = max(chunk.request.adapter.rank for chunk in chunks if chunk.request.adapter is not None)
+        if self._low.numel() < (numel := len(rows) * len(ROLES) * rank):
+            self._low = torch.empty(numel, dtype=torch.float32, device="cpu")
+        self._adapters, record = (rows, tiles), self._batch  # the arrays must outlive the call
+        record.adapters, record.low_tiles, record.low = rows.buffer_info()[0], tiles.buffer_info()[0], self._low.data_ptr()
+        record.low_size, record.num_tiles = rank, len(tiles) - 1
+
+    def _run(self, numbers: Numbers, chunks: Sequence[Chunk] = ()) -> None:
+        """Run one forward; arguments as in `run`."""
+        numbers = self._place(numbers, chunks)
         record = self._batch
         store = self.layer_store
         for number, (record.first_layer, record.until_layer) in enumerate(pairwise(self._stops)):

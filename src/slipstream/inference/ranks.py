@@ -28,7 +28,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from multiprocessing import AuthenticationError
 from multiprocessing import connection as connections
 from multiprocessing.connection import Client, Connection, Listener
@@ -37,10 +37,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from slipstream.inference.config import ModelPart
-from slipstream.inference.core import Batch, batch_of, numbers_of
+from slipstream.inference.core import Batch, Numbers, Runner, numbers_of, numbers_of_texts
 from slipstream.inference.load import LoadedModel
 from slipstream.ops import cpu, words
 from slipstream.parallel.exchange import Exchange, connect_activations
@@ -56,7 +55,6 @@ _Exchange = ctypes.CFUNCTYPE(_int, ctypes.POINTER(ctypes.c_float), _long)
 _LINE = 64  # bytes between counters
 _FORWARD = b"\x80"  # first byte of a forward sent between hosts; texts never start with it
 _DAY_S = 86400.0
-_ARRAYS = 9  # arrays of a forward: the blocks to copy, and the arguments of `native.follow`
 _LOOK_S = 0.1  # seconds; the longest time until a thread notices that this process closes
 _SPIN_US, _SPINS = 1000, 80_000  # before a wait sleeps: for the next forward, longer than rank 0 takes between two; in one
 _CROWDED_SPINS = 100  # used if the processes of this host have more threads than cores
@@ -212,12 +210,11 @@ class ServingRanks:
     # -- a forward --
 
     @contextmanager
-    def forward(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> Iterator[None]:
+    def forward(self, numbers: Numbers) -> Iterator[None]:
         """Rank 0's context for its part of a forward, which the others start too. An error inside is final for all."""
         if self.why:
             raise self.error()
-        arrays = array("i", chain.from_iterable(copies)), *numbers
-        message = b"".join((array("i", map(len, arrays)), *arrays))
+        message = b"".join((array("i", map(len, numbers)), *numbers))
         if self.on_one_host:
             self._post(message)
         else:
@@ -233,12 +230,11 @@ class ServingRanks:
         self._posts += 1
         words.store_release_and_wake(self._posted, self._posts)
 
-    def _follow(self, run: Callable[[Any, Any], object]) -> None:
+    def _follow(self, run: Callable[[Numbers], object]) -> None:
         number = 1
         try:
             while self._comes(number):
-                copies, *numbers = self._received()
-                run([*zip(copies[::2], copies[1::2], strict=True)], numbers)
+                run(self._received())
                 number += 1
         except PeerLostError as error:
             self._lose(str(error))
@@ -258,10 +254,10 @@ class ServingRanks:
             spin = 0
         return False
 
-    def _received(self) -> list[array[int]]:
-        sizes = array("i", bytes(self._message[: 4 * _ARRAYS]))
-        ends = accumulate(sizes, initial=_ARRAYS)
-        return [array("i", bytes(self._message[4 * start : 4 * stop])) for start, stop in pairwise(ends)]
+    def _received(self) -> Numbers:
+        sizes = array("i", bytes(self._message[: 4 * len(Numbers._fields)]))
+        ends = accumulate(sizes, initial=len(sizes))
+        return Numbers(*(array("i", bytes(self._message[4 * start : 4 * stop])) for start, stop in pairwise(ends)))
 
     def _exchange(self, rows: Any, count: int) -> int:
         """Between hosts: add `rows`, fp32, of all processes."""
@@ -274,7 +270,7 @@ class ServingRanks:
 
     # -- lost processes --
 
-    def start(self, run: Callable[[Any, Any], object], on_lost: Callable[[str], object]) -> None:
+    def start(self, run: Callable[[Numbers], object], on_lost: Callable[[str], object]) -> None:
         """Threads: call `on_lost(why)` when a process is lost; above rank 0, compute rank 0's forwards by `run`."""
         self._on_lost = on_lost
         if self.why:
@@ -373,50 +369,42 @@ class ServingRanks:
         self._nccl = self._group = None
 
 
+def message_nbytes(max_rows: int, runner: Runner) -> int:
+    """The most bytes of a forward's numbers."""
+    blocks = min(-(-runner.max_context // runner.block_size) + 1, runner.num_blocks)  # of a sequence
+    return 4 * (max_rows * (7 + blocks) + 2 * runner.num_blocks + 16)
+
+
 class RanksRunner:
     """Wraps the runner of this process's part; rank 0's calls are followed by the other processes.
 
-    The constructor is collective. The sums of a forward are exchanges, so all processes are in it before rank 0 leaves it."""
+    All processes exchange what a forward computes, so all are in it before rank 0 leaves it."""
 
     generate = None  # it does not run several steps per call
 
-    def __init__(self, own: Any, ranks: ServingRanks, device: torch.device, *, embeds: bool = False) -> None:
-        """own: `decoder.Decoder`, or a runner that joins its parts in the same way. embeds: it computes `hidden`, no logits."""
-        self.own, self.ranks, self._device, self._embeds = own, ranks, device, embeds
+    def __init__(self, own: Any, ranks: ServingRanks, device: torch.device) -> None:
+        """own: `decoder.Decoder`, or a runner with the same methods."""
+        self.own, self.ranks, self._device = own, ranks, device
         self.num_blocks, self.block_size, self.vocab_size = own.num_blocks, own.block_size, own.vocab_size
         self.max_context, self.short_context, self.config = own.max_context, own.short_context, getattr(own, "config", None)
-        blocks = -(-self.max_context // self.block_size) + 1  # blocks of a sequence
-        nbytes = 4 * (ranks.max_rows * (7 + min(blocks, self.num_blocks)) + 2 * self.num_blocks + 16)
-        threads = torch.get_num_threads() if device.type == "cpu" else 1  # else the work is on the GPU
-        ranks.share({}, threads=threads, message_nbytes=nbytes)
 
     def put(self, role: str, weight: Any) -> None:
         raise AssertionError(f"{role}: a model over processes is opened again for new weights")
 
-    def forward(self, batch: Batch) -> Tensor:
-        with self.ranks.forward(batch.copies, (*numbers_of(batch, int, self.block_size), array("i"))):
-            return self._computed(lambda: self.own.forward(batch))
+    def forward(self, batch: Batch) -> Any:
+        return self._lead(numbers_of(batch, self.block_size))
 
-    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
-        ids, first_row = array("i", chain(*texts)), array("i", accumulate(map(len, texts), initial=0))
-        others = [array("i")] * 5
-        with self.ranks.forward((), (ids, first_row, *others, array("i", chain(*types or ())))):
-            return self._computed(lambda: self.own.hidden(texts, types))
+    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Any:
+        return self._lead(numbers_of_texts(texts, self.block_size, types))
 
-    def follow(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> None:
+    def _lead(self, numbers: Numbers) -> Any:
+        with self.ranks.forward(numbers):
+            return self.follow(numbers)
+
+    def follow(self, numbers: Numbers) -> Any:
         """Compute this process's part of a forward that rank 0 has posted."""
-        *of_batch, types = numbers
-        if not self._embeds:
-            batch = batch_of(copies, of_batch)
-            self._computed(lambda: self.own.forward(batch))
-            return
-        ids, first_row, *_ = of_batch
-        texts, kinds = ([row[start:stop] for start, stop in pairwise(first_row)] for row in (ids, types))
-        self._computed(lambda: self.own.hidden(texts, kinds if types else None))
-
-    def _computed(self, compute: Callable[[], Tensor]) -> Tensor:
         self.ranks.watch.step += 1  # operations of a forward are compared with those of earlier forwards
-        result = compute()
+        result = self.own.run(numbers)
         if self._device.type == "cuda":  # the next forward overwrites this one's numbers, which others may not have read yet
             torch.cuda.synchronize(self._device)
         if self.ranks.why:

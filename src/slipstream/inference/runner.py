@@ -71,6 +71,7 @@ def open_forward(
     from slipstream.inference import native
     from slipstream.inference.decoder import head_shapes
     from slipstream.inference.embedding import ROWS
+    from slipstream.inference.ranks import RanksRunner
 
     config, ranks = replace(config, max_context=_context(config.max_context, sizes)), sizes.ranks
     reason = _why_no_kernels(config, weights, device)
@@ -90,15 +91,16 @@ def open_forward(
         more: dict[str, Any] = {"threads": sizes.threads, "expert_nbytes": sizes.expert_nbytes, "memory": sizes.memory}
         more |= {"ranks": ranks, "keeps": config.has_head}
         runner = native.NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype, **more)
-        workers = f"{runner.threads} threads{'' if ranks is None else f' in each of {ranks.size} processes'}"
-        forward = f"native kernels, {workers}"
+        forward = f"native kernels, {runner.threads} threads"
         if runner.layer_store is not None:
             on_disk = f"{runner.layer_store.num_layers} of {len(config.layers)} layers on disk"
             return Opened(runner, f"{forward}, {on_disk}", close=runner.layer_store.close)
+        whole = runner if ranks is None else RanksRunner(runner, ranks, device)
+        forward += "" if ranks is None else f" in each of {ranks.size} processes"
         if runner.store is None:
-            return Opened(runner, forward)
+            return Opened(whole, forward)
         in_memory = f"{runner.store.num_slots} of {runner.store.num_experts} experts in memory, the others on disk"
-        return Opened(runner, f"{forward}, {in_memory}", runner.store.use)
+        return Opened(whole, f"{forward}, {in_memory}", runner.store.use)
     if any((sizes.expert_nbytes, sizes.memory)):
         why = reason or f"it is on {device}"
         raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU, which do not compute this model: {why}")
@@ -118,7 +120,7 @@ def _on_cache(
         raise ValueError(f"some ranks have the Triton kernels and others compute by torch: {reasons}; give all the same")
     if reason is not None:
         own = Decoder(config, weights, cache, dtype, exchange)
-        return _over(own, f"torch ({reason})", cache.device, ranks, embeds=not config.has_head)
+        return _over(own, f"torch ({reason})", cache.device, ranks)
     from slipstream.inference.cuda import CudaDecoder
 
     captures = ranks is None or ranks.over_nccl  # gloo's operations cannot be captured in a graph
@@ -128,19 +130,21 @@ def _on_cache(
         ranks.gather("ready")  # an operation in a graph waits on the GPU for the other processes
         kernels.capture(max_batch)
     forward = "Triton kernels" if captures else "Triton kernels without CUDA graphs"
-    return _over(kernels, forward, cache.device, ranks, embeds=not config.has_head)
+    return _over(kernels, forward, cache.device, ranks)
 
 
-def _over(own: Runner, forward: str, device: torch.device, ranks: ServingRanks | None, *, embeds: bool = False) -> Opened:
+def _over(own: Runner, forward: str, device: torch.device, ranks: ServingRanks | None) -> Opened:
     """Wrap a runner: of the whole model, or of each process's part."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the engine's thread may use another stream
     if ranks is None:
         return Opened(own, forward)
-    from slipstream.inference.ranks import RanksRunner
+    from slipstream.inference.ranks import RanksRunner, message_nbytes
 
+    threads = torch.get_num_threads() if device.type == "cpu" else 1  # else the work is on the GPU
+    ranks.share({}, threads=threads, message_nbytes=message_nbytes(ranks.max_rows, own))
     transport = "" if device.type == "cpu" else " over NCCL" if ranks.over_nccl else " over gloo: they share a GPU"
-    return Opened(RanksRunner(own, ranks, device, embeds=embeds), f"{forward} in {ranks.size} processes{transport}")
+    return Opened(RanksRunner(own, ranks, device), f"{forward} in {ranks.size} processes{transport}")
 
 
 def _why_no_kernels(config: TransformerConfig, weights: DecoderWeights, device: torch.device) -> str | None:
