@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from slipstream.config.plan import ExpertPlan
@@ -25,9 +24,9 @@ from slipstream.moe.listed import ListedExperts, adopt_list, experts_in, why_who
 from slipstream.moe.routers import keys_of_routers, set_routers
 from slipstream.parallel.cuts import model_types
 from slipstream.parallel.exchange import Exchange
+from slipstream.parallel.slicing import keep_part
 from slipstream.world.mesh import Axis, Differs, Mesh, Split
-from slipstream.zero.leaves import Part, Ranges, cuts_of, is_quantized, mark_part, parts_of, take
-from slipstream.zero.recording import keep_source
+from slipstream.zero.leaves import Part, Ranges, cuts_of, is_quantized, parts_of
 from slipstream.zero.wrap import expert_lists
 
 logger = logging.getLogger("slipstream.train")
@@ -275,12 +274,7 @@ def _cut(layer: _RoutedLayer, axis: Axis, done: set[int]) -> None:
         if id(param) in done:
             continue
         done.add(id(param))
-        keep_source(param)
-        length = param.shape[dim]
-        with torch.no_grad():
-            param.data = take(param.data, dim, ranges)
-        param.grad = None
-        mark_part(param, "ep", axis.size, dim, whole=length, ranges=ranges, slices=layer.slices)
+        keep_part(param, "ep", axis.size, dim, ranges, slices=layer.slices)
 
 
 _Dealt = Iterator[tuple[nn.Parameter, int, Ranges]]  # (parameter, cut dimension, ranges that a rank keeps)

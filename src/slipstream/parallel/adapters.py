@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.parallel.slicing import adapters_of, sliced_class
+from slipstream.parallel.slicing import adapters_of, become, keep_part
 from slipstream.parallel.tensor import Column, Row
 from slipstream.world.mesh import Split
-from slipstream.zero.leaves import mark_part, parts_of, take, whole_shape
+from slipstream.zero.leaves import mark_part, parts_of, whole_shape
 from slipstream.zero.wrap import repeated_blocks
 
 
@@ -73,10 +73,7 @@ def _cut(path: str, layer: Any, base: Any, dim: int) -> None:
             f"{part.numel} features: add the adapter before initialize()"
         )
     for param, along in ((layer.weight, dim), *(((layer.bias, 0),) if layer.bias is not None and dim == 0 else ())):
-        first = base.slices.axis.gather(param.detach().cpu())[0]
-        param.data = take(first, along, part.ranges).to(param.device)
-        mark_part(param, "tp", part.split.size, along, whole=part.numel, ranges=part.ranges)
+        param.data = base.slices.axis.gather(param.detach().cpu())[0].to(param.device)
+        keep_part(param, "tp", part.split.size, along, part.ranges)
     kind, how = (Column, {"gathers": base.gathers, "enters": base.enters}) if dim == 0 else (Row, {"splits": base.splits})
-    layer.__class__ = sliced_class(type(layer), kind)
-    vars(layer).update(how, slices=base.slices, shares=base.shares, is_transposed=False)
-    layer.out_features, layer.in_features = layer.weight.shape
+    become(layer, kind, base.slices, shares=base.shares, is_transposed=False, **how)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,14 @@ from torch import Tensor, nn
 
 from slipstream.config.arguments import load_config
 from slipstream.config.plan import TensorPlan
-from slipstream.parallel import tensor
 from slipstream.parallel.around import class_before, connect_before, connect_behind, first_of, with_first
 from slipstream.parallel.cuts import Cut, cuts_of, is_of_stack
 from slipstream.parallel.exchange import even_shares
 from slipstream.parallel.sequence import Heads, deal_heads
-from slipstream.parallel.tensor import Column, Row, Sliced, Slices, Stacked, StackRegion, Vocab
+from slipstream.parallel.tensor import Column, Row, Sliced, Slices, Stacked, StackRegion, Vocab, even_share
 from slipstream.parallel.vocabulary_loss import ShiftedLoss, calls_loss_function
 from slipstream.world.mesh import Axis, nearest_divisor
-from slipstream.zero.leaves import Ranges, is_quantized, mark_part, parts_of, take, whole_shape
+from slipstream.zero.leaves import Ranges, is_quantized, mark_part, parts_of, take
 from slipstream.zero.recording import keep_source
 from slipstream.zero.wrap import repeated_blocks
 
@@ -80,26 +80,23 @@ def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None
             raise ValueError(_QUANTIZED.format(name))
     cuts = dict(cuts_of(model, plan))
     slicing = _Slicing(model, axis, plan, cuts)
-    for cut in (False, True):  # the first pass only checks
-        slicing.run(cut)
+    slicing.run()
     return slicing.slices
 
 
 class _Slicing:
-    """One pass over a model in the order of its modules, which checks every cut or makes it."""
+    """One pass over a model in the order of its modules, which checks every cut; then the changes that cut it, in that order."""
 
     def __init__(self, model: nn.Module, axis: Axis, plan: TensorPlan, cuts: Mapping[str, Cut]) -> None:
         self.model, self.axis, self.plan, self.cuts = model, axis, plan, cuts
         self.slices = Slices(axis, tokens=1 if plan.shares_tokens else None, dropout=_draws(model), overlaps=plan.overlaps)
         self.config = getattr(model, "config", None)
         self.modules = dict(model.named_modules())
-        self.done: set[int] = set()  # ids of parameters that are cut
+        self.changes: list[Callable[[], Any]] = []
+        self.done: set[int] = set()  # ids of parameters that are cut, and of attention modules that get fewer heads
         self.attention: str | None = None  # the attention module whose layers came last
-        self.cut = False
 
-    def run(self, cut: bool) -> None:
-        self.cut, self.attention = cut, None
-        self.done.clear()
+    def run(self) -> None:
         for name, how in self.cuts.items():
             module = self.modules.get(name)
             if module is None:
@@ -110,11 +107,14 @@ class _Slicing:
             else:
                 getattr(self, f"_{how.kind}")(name, module, how)
         self._tied_embeddings()
-        for module in self.modules.values() if cut else ():
+        if self.slices.tokens is not None:
+            self._check_tokens()
+            self.changes.append(self._share_tokens)
+        for change in self.changes:
+            change()
+        for module in self.modules.values():
             if isinstance(module, nn.TransformerEncoderLayer):  # its fast path in evaluation reads weights; hooks disable it
                 module.register_forward_pre_hook(lambda *_: None)
-        if self.slices.tokens is not None:
-            self._share_tokens()
 
     # -- kinds --
 
@@ -135,8 +135,7 @@ class _Slicing:
                 f"{key}: {type(base).__name__} computes a loss of its own from whole logits, not transformers' ForCausalLMLoss by "
                 f"`self.loss_function`; {remedy}"
             )
-        if self.cut:
-            base.loss_function = ShiftedLoss(self.slices)
+        self.changes.append(partial(setattr, base, "loss_function", ShiftedLoss(self.slices)))
 
     def _row(self, name: str, module: nn.Module, how: Cut) -> None:
         layer = self._linear(name, module, how, Row, 1, "lora_A", splits=how.whole)
@@ -150,13 +149,12 @@ class _Slicing:
         layer: Any = getattr(module, "base_layer", module)  # inside a LoRA adapter
         _weight(name, layer)
         transposed = is_transposed(layer)
-        length = whole_shape(layer.weight)[1 - dim if transposed else dim]  # a tied weight may be cut already
-        ranges, shares = self._ranges(name, length, how)
+        ranges, shares = self._ranges(name, layer.weight.shape[1 - dim if transposed else dim], how)
         for each in (layer, *adapters_of(module, adapter)):
             flipped = transposed and each is layer
-            self._part(each.weight, 1 - dim if flipped else dim, length, ranges, shares)
+            self._part(each.weight, 1 - dim if flipped else dim, ranges, shares)
             if dim == 0 and each.bias is not None:
-                self._part(each.bias, 0, length, ranges, shares)
+                self._part(each.bias, 0, ranges, shares)
             self._become(each, mixin, shares=shares, is_transposed=flipped, **attributes)
         return layer
 
@@ -167,27 +165,28 @@ class _Slicing:
         if isinstance(layer, nn.Linear):
             raise ValueError(f"{name!r} is a layer of experts that run one by one, which cannot be sliced: keep it whole (skip)")
         dim = ("column", "row").index(how.kind)
-        length = layer.weight.shape[1 + dim]
-        ranges, shares = self._ranges(name, length, how)
-        self._part(layer.weight, 1 + dim, length, ranges)
+        ranges, shares = self._ranges(name, layer.weight.shape[1 + dim], how)
+        self._part(layer.weight, 1 + dim, ranges)
         if layer.bias is not None and dim == 0:
-            self._part(layer.bias, 1, length, ranges)
+            self._part(layer.bias, 1, ranges)
         elif layer.bias is not None:
             self._partial(name, layer, how, only="bias")
-        if self.cut:
+
+        def change() -> None:
             features = "out_features" if dim == 0 else "in_features"
             share = 1.0 if dim == 0 or self.axis.index == 0 else 0.0  # other ranks contribute zero gradients at the same time
             vars(layer).update({features: shares[self.axis.index], "share_of_bias": share})
             owner.region = owner.region or StackRegion(self.slices)
+
+        self.changes.append(change)
 
     def _vocab(self, name: str, module: nn.Module, how: Cut) -> None:
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
             raise ValueError(
                 f"{name!r} ({type(module).__name__}) is not an embedding without max_norm, so its rows cannot be shared"
             )
-        length = module.num_embeddings
-        (first, stop), *_ = ranges = (tensor.even_share(length, self.axis),)
-        self._part(_weight(name, module), 0, length, ranges)
+        (first, stop), *_ = ranges = (even_share(module.num_embeddings, self.axis),)
+        self._part(_weight(name, module), 0, ranges)
         padding = module.padding_idx
         local = padding - first if padding is not None and first <= padding < stop else None
         self._become(module, Vocab, first=first, padding_idx=local, num_embeddings=stop - first)
@@ -195,23 +194,21 @@ class _Slicing:
     def _heads(self, name: str, module: nn.Module, how: Cut) -> None:
         heads, _ = self._dealt(name)
         own = heads[self.axis.index].queries
-        weight = _weight(name, module)
-        self._part(weight, 1, weight.shape[1], ((own.start, own.stop),))
+        self._part(_weight(name, module), 1, ((own.start, own.stop),))
 
     def _partial(self, name: str, module: nn.Module, how: Cut, only: str = "") -> None:
         for leaf, param in module.named_parameters(recurse=False):
-            if self.cut and (not only or leaf == only):
-                mark_part(param, "tp", 1)
+            if not only or leaf == only:
+                self.changes.append(partial(mark_part, param, "tp", 1))
 
     def _experts(self, name: str, module: nn.Module, how: Cut) -> None:
-        if self.cut:
-            _around(module, self.slices)
+        self.changes.append(partial(_around, module, self.slices))
 
     def _bare(self, module: nn.Module, leaf: str, how: Cut) -> None:
         """A stacked parameter [experts, out, in], or a matrix."""
         param = getattr(module, leaf)
         dim = param.dim() - (1 if how.kind == "row" or (how.kind == "packed" and how.parts is None) else 2)
-        self._part(param, dim, param.shape[dim], self._ranges("", param.shape[dim], how)[0])
+        self._part(param, dim, self._ranges("", param.shape[dim], how)[0])
 
     # -- helpers of the kinds --
 
@@ -267,8 +264,8 @@ class _Slicing:
         parent = self.modules[name.rpartition(".")[0]]
         width = next(value for each in _HEAD_DIMS if isinstance(value := getattr(parent, each, None), int))
         config = getattr(parent, "config", self.config)
-        queries: int = vars(parent).get("_slipstream_heads") or _first(parent, config, _NUM_HEADS)
-        keys: int = vars(parent).get("_slipstream_keys") or _first(parent, config, _NUM_KEY_HEADS) or queries
+        queries = _first(parent, config, _NUM_HEADS)
+        keys = _first(parent, config, _NUM_KEY_HEADS) or queries
         if not queries:
             raise ValueError(
                 f"{name.rpartition('.')[0]!r} ({type(parent).__name__}) does not tell its number of heads; skip its layers"
@@ -281,15 +278,14 @@ class _Slicing:
                 f"{fits[-1]} (slipstream.mesh.tp)"
             )
         heads = deal_heads(queries, keys, size)
-        if self.cut:
-            self._tell(parent, config, queries, keys, width, heads[self.axis.index])
+        if id(parent) not in self.done:
+            self.done.add(id(parent))
+            self.changes.append(partial(self._tell, parent, queries, width, heads[self.axis.index]))
         return heads, (queries, keys, width)
 
-    def _tell(self, parent: nn.Module, config: Any, queries: int, keys: int, width: int, own: Heads) -> None:
+    def _tell(self, parent: nn.Module, queries: int, width: int, own: Heads) -> None:
         """Set the numbers of this rank's heads on the attention module."""
-        if "_slipstream_heads" in vars(parent):
-            return
-        vars(parent).update(_slipstream_heads=queries, _slipstream_keys=keys)
+        vars(parent).update(_slipstream_heads=queries)
         local = (
             dict.fromkeys(_NUM_HEADS, len(own.queries))
             | dict.fromkeys(_NUM_KEY_HEADS, len(own.keys))
@@ -302,26 +298,15 @@ class _Slicing:
         if type(parent).__name__ == "BloomAttention":
             parent.register_forward_pre_hook(_own_slopes(queries, own.queries), with_kwargs=True)
 
-    def _part(self, param: nn.Parameter, dim: int, length: int, ranges: Ranges, shares: Sequence[int] = ()) -> None:
-        if id(param) in self.done or not self.cut:
-            return
-        self.done.add(id(param))
-        keep_source(param)
-        with torch.no_grad():
-            param.data = take(param.data, dim, ranges)
-        param.grad = None
-        different = self.axis.size * length // max(sum(shares), length)  # fewer than ranks if several ranks share each key head
-        mark_part(param, "tp", different, dim, whole=length, ranges=ranges)
+    def _part(self, param: nn.Parameter, dim: int, ranges: Ranges, shares: Sequence[int] = ()) -> None:
+        if id(param) not in self.done:
+            self.done.add(id(param))
+            length = param.shape[dim]
+            different = self.axis.size * length // max(sum(shares), length)  # fewer than ranks if several share each key head
+            self.changes.append(partial(keep_part, param, "tp", different, dim, ranges))
 
     def _become(self, module: nn.Module, mixin: type[Sliced], **attributes: Any) -> None:
-        if not self.cut:
-            return
-        if not isinstance(module, mixin):
-            module.__class__ = sliced_class(type(module), mixin)
-        vars(module).update(attributes, slices=self.slices)
-        for each, dim in (("out_features", 0), ("in_features", 1)):
-            if isinstance(vars(module).get(each), int):
-                setattr(module, each, _weight(each, module).shape[0 if vars(module)["is_transposed"] else dim])
+        self.changes.append(partial(become, module, mixin, self.slices, **attributes))
 
     def _is_head(self, name: str) -> bool:
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
@@ -338,32 +323,29 @@ class _Slicing:
             if isinstance(module, nn.Embedding) and name not in self.cuts and id(module.weight) in heads:
                 self._vocab(name, module, Cut("vocab"))
 
-    def _check_attention(self, path: str) -> None:
-        """Raise ValueError if the ranks that share tokens would attend only to their own."""
-        parents = [self.modules[name.rpartition(".")[0]] for name in self.cuts if name.startswith(f"{path}.")]
-        is_sliced = any(isinstance(getattr(parent, each, None), int) for parent in parents for each in _HEAD_DIMS)
-        if hasattr(self.config, "num_attention_heads") and not is_sliced:
-            raise ValueError(
-                f"slipstream.tensor.sequence_parallel: the attention of {path!r} ({type(self.modules[path]).__name__}) is not "
-                "sliced, and needs the tokens of all ranks: drop the key, or slice it by tensor_parallel.partition_config"
-            )
-
-    def _share_tokens(self) -> None:
-        """Between regions, each rank has a share of the tokens (Korthikanti et al., arXiv:2205.05198)."""
-        blocks = [self.model.get_submodule(name) for name in repeated_blocks(self.model)]
+    def _check_tokens(self) -> None:
+        """Raise ValueError if there are no blocks between which to share tokens, or if ranks would attend only to their own."""
+        blocks = repeated_blocks(self.model)
         if not blocks:
             raise ValueError(
                 f"{type(self.model).__name__} has no repeated blocks, between which ranks could share the tokens: drop "
                 f"slipstream.tensor.sequence_parallel"
             )
-        for path in repeated_blocks(self.model):
-            self._check_attention(path)
-        if not self.cut:
-            return
-        inside = {name for name, how in self.cuts.items()}
-        for path, block in zip(repeated_blocks(self.model), blocks, strict=True):
+        for path in blocks:
+            parents = [self.modules[name.rpartition(".")[0]] for name in self.cuts if name.startswith(f"{path}.")]
+            is_sliced = any(isinstance(getattr(parent, each, None), int) for parent in parents for each in _HEAD_DIMS)
+            if hasattr(self.config, "num_attention_heads") and not is_sliced:
+                raise ValueError(
+                    f"slipstream.tensor.sequence_parallel: the attention of {path!r} ({type(self.modules[path]).__name__}) is not "
+                    "sliced, and needs the tokens of all ranks: drop the key, or slice it by tensor_parallel.partition_config"
+                )
+
+    def _share_tokens(self) -> None:
+        """Between regions, each rank has a share of the tokens (Korthikanti et al., arXiv:2205.05198)."""
+        blocks = {path: self.modules[path] for path in repeated_blocks(self.model)}
+        for path, block in blocks.items():
             for name, module in block.named_modules():
-                if f"{path}.{name}" not in inside:
+                if f"{path}.{name}" not in self.cuts:
                     for param in module.parameters(recurse=False):
                         if not parts_of(param):
                             mark_part(param, "tp", 1)
@@ -377,9 +359,32 @@ class _Slicing:
                     for column in columns:
                         for each in (getattr(column, "base_layer", column), *adapters_of(column, "lora_B")):
                             each.enters = False
-        scatter_before(blocks[0], self.slices)
-        gather_behind(blocks[-1], self.slices)
+        order = list(blocks.values())
+        scatter_before(order[0], self.slices)
+        gather_behind(order[-1], self.slices)
         getattr(self.model, "base_model", self.model).register_forward_hook(_all_router_logits(self.slices))
+
+
+def keep_part(param: nn.Parameter, axis: str, size: int, dim: int, ranges: Ranges, slices: int = 1) -> None:
+    """Cut a whole parameter in place to this rank's ranges of a dimension, and mark it as a part (`mark_part`)."""
+    keep_source(param)
+    length = param.shape[dim]
+    with torch.no_grad():
+        param.data = take(param.data, dim, ranges)
+    param.grad = None
+    mark_part(param, axis, size, dim, whole=length, ranges=ranges, slices=slices)
+
+
+def become(module: Any, mixin: type[Sliced], slices: Slices, **attributes: Any) -> None:
+    """Make a layer whose parameters are cut a sliced one."""
+    if not isinstance(module, mixin):
+        module.__class__ = class_before(
+            mixin, type(module), f"{mixin.__name__}Parallel{type(module).__name__}", __module__=__name__
+        )
+    vars(module).update(attributes, slices=slices)
+    for each, dim in (("out_features", 0), ("in_features", 1)):
+        if isinstance(vars(module).get(each), int):
+            setattr(module, each, module.matrix.shape[dim])
 
 
 def scatter_before(block: nn.Module, slices: Slices) -> None:
@@ -450,11 +455,6 @@ def _draws(model: nn.Module) -> bool:
     modules = [getattr(module, "p", 0) for module in model.modules() if "Dropout" in type(module).__name__]
     numbers = [value for module in model.modules() for name, value in vars(module).items() if "dropout" in name]
     return any(isinstance(rate, float) and rate > 0 for rate in (*rates, *modules, *numbers))
-
-
-def sliced_class(cls: type, mixin: type[Sliced]) -> type:
-    """A subclass of a layer's class, so that `isinstance` still holds."""
-    return class_before(mixin, cls, f"{mixin.__name__}Parallel{cls.__name__}", __module__=__name__)
 
 
 def _can_deal(queries: int, keys: int, size: int) -> bool:
