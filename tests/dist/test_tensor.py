@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.optim import attention_heads, muon_groups
 from slipstream.parallel.exchange import connect_activations
 from slipstream.parallel.tensor import even_share
 from slipstream.train.handover import bare
@@ -200,16 +201,22 @@ def test_four_ranks(kind: str, stage: int, tp: int, changes: dict[str, Any]) -> 
 @distributed(world_size=(2, 4) if cases.EVERYTHING else 2)
 @pytest.mark.parametrize(
     ("optimizer", "stage", "uneven"),
-    [("Lamb", 1, True), ("Lamb", 3, False), ("Muon", 2, True), ("Muon", 0, False), ("Adafactor", 1, True)],
+    [
+        *(("Lamb", 1, True), ("Lamb", 3, False), ("Muon", 2, True), ("Muon", 0, False), ("Adafactor", 1, True)),
+        ("Muon per head", 1, True),
+    ],
 )
 def test_optimizers_of_whole_parameters(world_size: int, optimizer: str, stage: int, uneven: bool) -> None:
     """LAMB's norms, Muon's matrices and Adafactor's sums are those of whole parameters, which tp ranks have parts of."""
+    optimizer, _, per_head = optimizer.partition(" ")
     rate = {"Lamb": 1e-2, "Muon": 1e-3, "Adafactor": 1e-2}[optimizer]
     changes = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24} if uneven else {}
     model, plain, replicas = build("llama", **changes), build("llama", **changes), world_size // 2
-    config = settings(stage, tensor_parallel={"autotp_size": 2}, optimizer={"type": optimizer, "params": {"lr": rate}})
+    options = {"lr": rate, **({"per_head_muon": True} if per_head else {})}
+    config = settings(stage, tensor_parallel={"autotp_size": 2}, optimizer={"type": optimizer, "params": options})
     kinds: dict[str, Any] = {"Lamb": slipstream.optim.Lamb, "Muon": slipstream.optim.Muon, "Adafactor": torch.optim.Adafactor}
-    params = [*plain.named_parameters()] if optimizer == "Muon" else plain.parameters()
+    heads = attention_heads(plain) if per_head else None
+    params = muon_groups(plain.named_parameters(), heads=heads) if optimizer == "Muon" else plain.parameters()
     losses, norms, engine = trained(model, config, replicas, dist.get_rank() // 2)
     expected, expected_norms, weights = reference(plain, replicas, kinds[optimizer](params, lr=rate))
     if dist.get_rank() < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.moe import GatedMLP, MoE
-from slipstream.optim import Lamb, Lion, Muon, muon_groups
+from slipstream.optim import Lamb, Lion, Muon, attention_heads, muon_groups
 from slipstream.optim.muon import orthogonalize
 from slipstream.optim.rules import trust_ratio
 
@@ -303,6 +304,65 @@ def test_muon_groups() -> None:
     assert names_of(model, muon) == {"up.weight", "shared_expert.weight"}
     assert len(names_of(model, adam)) == 6
     assert len(muon["params"] + adam["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_muon_per_head_is_that_of_each_head(method: str) -> None:
+    """DeepSpeed's `per_head_muon`: each head's rows are orthogonalized and scaled like a matrix of their own."""
+    (weight,), beta, lr = parameters([(12, 4)]), 0.9, 0.1
+    optimizer = Muon([{"params": [weight], "use_muon": True, "heads": 2}], lr=lr, momentum=beta, ns_method=method)
+    twin, momentum = weight.detach().clone(), torch.zeros(12, 4)
+    for step in range(3):
+        weight.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(step))
+        momentum = beta * momentum + (1 - beta) * weight.grad
+        update = (1 - beta) * weight.grad + beta * momentum
+        for rows in (slice(0, 6), slice(6, 12)):
+            x = update[rows].T / update[rows].norm()
+            for _ in range(5):
+                gram = x @ x.T
+                x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+            twin[rows] -= lr * math.sqrt(6 / 4) * x.T
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), twin, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"shape \(12, 4\) has no rows for 5 equal heads"):
+        Muon([{"params": [weight], "use_muon": True, "heads": 5}])
+
+
+class Attention(nn.Module):
+    """The projections of a model's layer, with the names of several families."""
+
+    def __init__(self, rows: dict[str, int], **config: int) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(text_config=types.SimpleNamespace(**config))
+        self.attention = nn.ModuleDict({name: nn.Linear(8, count) for name, count in rows.items()})
+
+
+LATENT = {"num_heads": 2, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("rows", "config", "heads"),
+    [
+        ({"q_proj": 16, "k_proj": 8, "v_proj": 8, "o_proj": 16}, {"num_attention_heads": 4, "num_key_value_heads": 2}, [4, 2, 2]),
+        ({"query": 12, "key": 12, "value": 12}, {"n_head": 3, "head_dim": 4}, [3, 3, 3]),
+        ({"wq": 16, "wk": 12, "qkv_proj": 48}, {"num_heads": 4}, [4]),
+        ({"q_a_proj": 4, "q_b_proj": 10, "kv_b_proj": 14}, LATENT, [2, 2]),
+        ({"q_proj": 10, "kv_a_proj_with_mqa": 6}, LATENT, [2]),
+    ],
+)
+def test_attention_heads(rows: dict[str, int], config: dict[str, int], heads: list[int]) -> None:
+    model = Attention(rows, hidden_size=16, **config)
+    found = attention_heads(model)
+    assert list(found.values()) == heads
+    groups = muon_groups(model.named_parameters(), heads=found)
+    by_heads = {param: group.get("heads", 1) for group in groups for param in group["params"]}
+    assert {id(param): count for param, count in by_heads.items() if count > 1} == found
+
+
+def test_a_model_without_heads_is_refused() -> None:
+    for rows, message in (({"up": 8}, "rows: none found"), ({"q_proj": 7}, "rows: {'q_proj': 7}")):
+        with pytest.raises(ValueError, match=f"per_head_muon: no query, key or value projection of Attention.*{message}"):
+            attention_heads(Attention(rows, num_heads=2, hidden_size=8))
 
 
 def test_muon_groups_tell_a_shared_expert_from_a_shared_embedding() -> None:

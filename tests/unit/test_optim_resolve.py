@@ -94,7 +94,7 @@ def test_native(params: dict[str, Any], native: bool) -> None:
         ("AdamW", {"max_grad_norm": 1.0}, "gradient_clipping"),
         ("Lion", {"fp32_optimizer_states": False}, "bf16_optimizer_states"),
         ("Lamb", {"amsgrad": True}, "not a variant"),
-        ("Muon", {"per_head_muon": True}, "not built yet"),
+        ("Lion", {"per_head_muon": True}, "is an option of Muon"),
         ("SGD", {"torch_adam": True}, "unknown 'torch_adam'"),
         ("AdamW", {"bias_correction": False, "amsgrad": True}, "only the native kernel supports"),
         ("SGD", {"params": []}, "unknown 'params'"),

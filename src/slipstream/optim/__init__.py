@@ -5,7 +5,7 @@ elementwise optimizer (`is_elementwise`), and whole tensors, each owned by one r
 """
 
 from slipstream.optim.loop import Lamb, Lion
-from slipstream.optim.muon import Muon, muon_groups
+from slipstream.optim.muon import Muon, attention_heads, muon_groups
 from slipstream.optim.onebit import OneBitAdam, ZeroOneAdam
 from slipstream.optim.onebit_lamb import OneBitLamb
 from slipstream.optim.resolve import Resolved, is_elementwise, optimizer_class, refuse_unshardable, resolve_optimizer, rule_of
@@ -18,6 +18,7 @@ __all__ = [
     "OneBitLamb",
     "Resolved",
     "ZeroOneAdam",
+    "attention_heads",
     "is_elementwise",
     "muon_groups",
     "optimizer_class",

@@ -14,23 +14,37 @@ where bf16 has no fast path (50 times slower with AVX2: 3.8 s against 0.07 s for
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from slipstream.optim.loop import step_by_rule, step_each
 from slipstream.optim.rules import adamw
 from slipstream.zero.leaves import is_stack, whole_shape
 
+log = logging.getLogger(__name__)
+
 # The quintic with the steepest slope at zero (Jordan 2024): singular values converge to about [0.7, 1.2], not to 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _MUON_LR, _ADAM_LR = 0.02, 3e-4
 _ADAM = {decoupled: adamw(decoupled=decoupled) for decoupled in (True, False)}
+
+# The beginning of a projection's name -> its kind, the first that fits. None: its rows are heads of several kinds, or no heads
+_PROJECTIONS: dict[str, str | None] = {
+    **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "in_proj_qkv", "wqkv", "q_a_proj", "kv_a_proj")),
+    "q_b_proj": "latent query",
+    "kv_b_proj": "latent key and value",
+    **dict.fromkeys(("k_proj", "key", "wk", "v_proj", "value", "wv"), "key or value"),
+    **dict.fromkeys(("q_proj", "query", "wq"), "query"),
+}
+_NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "attention_heads")
+_NUM_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv", "kv_n_heads")
 
 
 class Muon(Optimizer):
@@ -38,7 +52,8 @@ class Muon(Optimizer):
 
     `params`: `model.named_parameters()` (split by `muon_groups`), or groups that each have `use_muon`. A group's own `lr` takes
     precedence over `muon_lr` / `adam_lr`, which take precedence over `lr`. With `use_muon`, a 3-D parameter is a stack of matrices
-    (experts); one with more dimensions is flattened to two (convolutions). `adam_w_mode=False` adds `weight_decay` to the Adam
+    (experts); one with more dimensions is flattened to two (convolutions); with a group's `heads`, a matrix is a stack of this many
+    equal blocks of rows (`attention_heads`). `adam_w_mode=False` adds `weight_decay` to the Adam
     half's gradients instead. `ns_method`: "gram" (on products of the short side, cheaper for oblong matrices) or "standard"; equal
     in exact arithmetic.
     """
@@ -74,6 +89,7 @@ class Muon(Optimizer):
         defaults = {
             "lr": rates[False],
             "use_muon": False,
+            "heads": 1,
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
@@ -84,6 +100,10 @@ class Muon(Optimizer):
             "adam_w_mode": adam_w_mode,
         }
         super().__init__([{"lr": rates[bool(group["use_muon"])], **group} for group in _groups(params)], defaults)
+        for group in self.param_groups:
+            for shape in map(whole_shape, group["params"] if group["heads"] != 1 else ()):
+                if len(shape) != 2 or group["heads"] < 1 or shape[0] % group["heads"]:
+                    raise ValueError(f"Muon: a parameter of shape {shape} has no rows for {group['heads']} equal heads")
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         return step_each(self, closure, self._update)
@@ -104,6 +124,8 @@ class Muon(Optimizer):
         momentum = group["momentum"]
         buffer.lerp_(grad, 1 - momentum)
         update = as_matrices(grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
+        if (heads := group.get("heads", 1)) > 1:  # groups saved before have none
+            update = update.unflatten(0, (heads, -1))
         rows, columns = update.shape[-2:]
         update = orthogonalize(update, steps=group["ns_steps"], method=group["ns_method"]).reshape(param.shape)
         lr = float(group["lr"])
@@ -112,14 +134,16 @@ class Muon(Optimizer):
 
 
 def muon_groups(
-    named_parameters: Iterable[tuple[str, Tensor]], groups: Iterable[Mapping[str, Any]] | None = None
+    named_parameters: Iterable[tuple[str, Tensor]],
+    groups: Iterable[Mapping[str, Any]] | None = None,
+    heads: Mapping[int, int] | None = None,
 ) -> list[dict[str, Any]]:
     """Split parameters into groups for `Muon`: hidden matrices (`use_muon=True`) and all others (`use_muon=False`).
 
     Hidden matrices have two or more dimensions. Not hidden: vectors, matrices with a side of 1 (nothing to orthogonalize), and
     parameters that are an embedding or a head by any of their names. `groups` are the caller's parameter groups: each is split in
     two and keeps its options; a group that already has `use_muon` is unchanged. Empty groups are dropped, so pass the whole model's
-    parameters, not one rank's.
+    parameters, not one rank's. With `heads` (of `attention_heads`), each number of heads has a group of its own.
     """
     named = list(named_parameters)
     parameters = {id(param): param for _, param in named}
@@ -136,11 +160,59 @@ def muon_groups(
                     f"Muon: a parameter of shape {tuple(param.shape)} is in a group but not in the model,"
                     f" so its name is unknown; set use_muon in its group"
                 )
-        for use_muon in (True, False):
-            half = [param for param in params if (id(param) not in adam) is use_muon]
-            if half:
-                result.append({**group, "params": half, "use_muon": use_muon})
+        halves: dict[tuple[bool, int], list[Tensor]] = {}
+        for param in params:
+            is_adam = id(param) in adam
+            halves.setdefault((is_adam, 1 if is_adam else (heads or {}).get(id(param), 1)), []).append(param)
+        for (is_adam, number), half in sorted(halves.items(), key=lambda item: item[0]):
+            result.append({**group, "params": half, "use_muon": not is_adam, **({"heads": number} if number > 1 else {})})
     return result
+
+
+def attention_heads(model: nn.Module) -> dict[int, int]:
+    """The heads of the model's query, key and value projections: id of a weight -> number of heads, each a block of its rows.
+
+    A projection is known by the name of its module (`q_proj`, `key`, `wv`; `q_b_proj` and `kv_b_proj` of latent attention), its
+    heads by `model.config`: it must have as many rows as heads times a head's width. Combined projections are left out; so is, with
+    a warning, one whose rows do not fit. Raises ValueError if none fits.
+    """
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config
+    found: dict[int, int] = {}
+    unfit: dict[str, int] = {}
+    for name, param in model.named_parameters():
+        module = name.lower().split(".")[-2:][0]
+        kind = next((kind for start, kind in _PROJECTIONS.items() if module.startswith(start)), None)
+        if kind is None or len(whole_shape(param)) != 2 or not _is_hidden_matrix(name, param):
+            continue
+        rows, (heads, widths) = whole_shape(param)[0], _heads(kind, config)
+        if heads and any(rows == heads * width for width in widths):
+            found[id(param)] = heads
+        else:
+            unfit[module] = rows
+    if not found:
+        raise ValueError(
+            f"optimizer.params.per_head_muon: no query, key or value projection of {type(model).__name__} has as many rows as "
+            f"model.config has heads times their width (rows: {unfit or 'none found'}); drop the option"
+        )
+    if unfit:
+        log.warning("per_head_muon: %s (rows) are not heads of model.config, and are orthogonalized as whole matrices", unfit)
+    return found
+
+
+def _heads(kind: str, config: Any) -> tuple[int | None, list[int]]:
+    """The number of heads in a projection's rows, and the possible widths of one."""
+
+    def first(*names: str) -> int | None:
+        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+    heads, hidden, rest = first(*_NUM_HEADS), first("hidden_size"), first("qk_nope_head_dim")
+    plain = first("head_dim") or (hidden // heads if heads and hidden and hidden % heads == 0 else None)
+    if kind == "key or value":
+        return first(*_NUM_KEY_HEADS) or heads, [plain] if plain else []
+    beside = first("v_head_dim" if kind == "latent key and value" else "qk_rope_head_dim")
+    latent = [rest + beside] if rest is not None and beside is not None else []
+    return heads, latent + ([plain] if plain and kind == "query" else [])
 
 
 def as_matrices(tensor: Tensor) -> Tensor:

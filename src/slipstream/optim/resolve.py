@@ -65,12 +65,14 @@ class Resolved(NamedTuple):
 
     `group_options` are added to each of its parameter groups afterwards: hyperparameters of the native kernel that torch's class
     lacks (`bias_correction`). `native`: the configuration permits a native kernel, if the class has one (optim/rules.py).
+    `per_head`: the groups are those of `muon_groups` with `attention_heads`.
     """
 
     cls: type[Optimizer]
     kwargs: dict[str, Any]
     group_options: dict[str, Any]
     native: bool
+    per_head: bool = False
 
     def build(self, groups: Any) -> Optimizer:
         """Make the optimizer. Raises ValueError with the arguments if the class rejects their values."""
@@ -111,6 +113,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
     kwargs = {**defaults, **params}
     options: dict[str, Any] = {}
     adam = cls is torch.optim.AdamW
+    per_head = cls is Muon and bool(kwargs.pop("per_head_muon", False))
     if adam or cls is Muon:
         kwargs.pop("torch_adam", None)  # the native kernel computes what torch's class does, also for an optimizer object
     if adam:
@@ -130,7 +133,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
             f"optimizer.params of {name}: only the native kernel supports bias_correction=false, and it does not support"
             f" {', '.join(rules.UNSUPPORTED)}; remove those"
         )
-    return Resolved(cls, kwargs, options, native)
+    return Resolved(cls, kwargs, options, native, per_head)
 
 
 def is_elementwise(optimizer: type[Optimizer] | Optimizer) -> bool:
@@ -239,7 +242,7 @@ _EXTRAS: dict[str, _Extra] = {
     "cuda_aware": _Extra((None, True, False), ""),
     "comm_backend_name": _Extra((None, "nccl", "mpi", "hccl", "compressed", "gloo"), "is unknown; the engine's transport is used"),
     "deepspeed": _Extra((None,), "is the engine, which needs no reference"),
-    "per_head_muon": _Extra((None, False), "(one orthogonalization per attention head) is not built yet"),
+    "per_head_muon": _Extra((None, False), "is an option of Muon"),
 }
 
 

@@ -13,7 +13,16 @@ import torch.nn as nn
 from slipstream.config import Plan
 from slipstream.config.plan import INT4
 from slipstream.ops import onebit, wire
-from slipstream.optim import Resolved, fit, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
+from slipstream.optim import (
+    Resolved,
+    attention_heads,
+    fit,
+    is_elementwise,
+    muon_groups,
+    refuse_unshardable,
+    resolve_optimizer,
+    rule_of,
+)
 from slipstream.optim.muon import Muon
 from slipstream.optim.native import Form
 from slipstream.optim.onebit import mark_uncompressed
@@ -96,14 +105,14 @@ def build_optimizer(
             f"initialize(model_parameters=) is empty, and the config has an optimizer ({named.cls.__name__}): an iterator that was "
             "read before gives nothing; pass a list, or leave it out for all parameters of the model"
         )
-    built = named.build(_in_muon_groups(model, wanted) if named.cls is Muon else wanted)
+    built = named.build(_in_muon_groups(model, wanted, named.per_head) if named.cls is Muon else wanted)
     return _checked(built, model, rule_of(built) if named.native else None)
 
 
-def _in_muon_groups(model: nn.Module, wanted: Sequence[Any]) -> list[dict[str, Any]]:
+def _in_muon_groups(model: nn.Module, wanted: Sequence[Any], per_head: bool) -> list[dict[str, Any]]:
     bare = [param for param in wanted if isinstance(param, torch.Tensor)]
     groups = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
-    return muon_groups(model.named_parameters(remove_duplicate=False), groups)
+    return muon_groups(model.named_parameters(remove_duplicate=False), groups, attention_heads(model) if per_head else None)
 
 
 def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | None) -> tuple[torch.optim.Optimizer, Rule | None]:
@@ -157,7 +166,7 @@ def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
     if plan.mesh.tp > 1:
         mark_part(next(model.parameters()), "tp", plan.mesh.tp)  # some of the model's weights will be parts
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
-    inner, rule = build_optimizer(named, model, None, None)
+    inner, rule = build_optimizer(named._replace(per_head=False) if named else None, model, None, None)
     if inner is not None:
         fit.refuse(plan, inner, rule)
     if plan.scheduler is not None and None in plan.scheduler.params.values():  # the training loop sets steps and rate
