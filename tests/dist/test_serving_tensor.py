@@ -246,7 +246,8 @@ def test_the_cache_is_divided() -> None:
         blocks, nbytes = whole.engine.runner.num_blocks, cache_nbytes(whole.engine.runner)
     with slipstream.init_inference(tiny("Llama", **SIZES), mp_size=2, **options) as engine:
         runner: Any = engine.engine.runner
-        assert (runner.num_blocks, cache_nbytes(runner.own)) == (min(2 * blocks, 256), nbytes * min(2 * blocks, 256) // (2 * blocks))
+        num = min(2 * blocks, 256)
+        assert (runner.num_blocks, cache_nbytes(runner.own)) == (num, nbytes * num // (2 * blocks))
 
 
 @pytest.mark.parametrize("family", ["Llama", "tied Llama", "GPT2", "Bert", "DeepseekV3"])
