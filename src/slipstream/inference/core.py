@@ -303,8 +303,8 @@ class Batch(NamedTuple):
         return ForwardSize(self.num_tokens, sum(chunk.num_rows for chunk in self.chunks), sum(attended(*span) for span in spans))
 
 
-class Span(NamedTuple):
-    """One chunk's part of `Numbers`."""
+class ChunkSpan(NamedTuple):
+    """One chunk's part of `BatchNumbers`."""
 
     begin: int  # index of its first token
     end: int
@@ -318,7 +318,7 @@ class Span(NamedTuple):
         return self.start + self.end - self.begin
 
 
-class Numbers(NamedTuple):
+class BatchNumbers(NamedTuple):
     """What a forward reads of a batch, or of whole texts: int32. Other processes compute their parts from the same numbers."""
 
     copies: array[int]  # blocks (from, to) to copy before, one pair after the other
@@ -336,15 +336,15 @@ class Numbers(NamedTuple):
         """`copies` as pairs."""
         return [*zip(self.copies[::2], self.copies[1::2], strict=True)]
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[ChunkSpan]:
         tables = (self.tables[begin:end] for begin, end in pairwise([*self.table_at, len(self.tables)]))
         of_chunks = zip(pairwise(self.first_row), self.start, self.lengths, tables, strict=True)
-        return [Span(begin, end, start, length, blocks) for (begin, end), start, length, blocks in of_chunks]
+        return [ChunkSpan(begin, end, start, length, blocks) for (begin, end), start, length, blocks in of_chunks]
 
 
-def numbers_of(batch: Batch, block_size: int) -> Numbers:
+def numbers_of(batch: Batch, block_size: int) -> BatchNumbers:
     """The numbers of a batch's first step."""
-    numbers = Numbers(*(array("i") for _ in Numbers._fields))
+    numbers = BatchNumbers(*(array("i") for _ in BatchNumbers._fields))
     numbers.copies.extend(chain.from_iterable(batch.copies))
     for chunk in batch.chunks:
         numbers.first_row.append(len(numbers.ids))
@@ -359,12 +359,12 @@ def numbers_of(batch: Batch, block_size: int) -> Numbers:
     return numbers
 
 
-def numbers_of_texts(texts: Sequence[Sequence[int]], block_size: int, types: Sequence[Sequence[int]] | None = None) -> Numbers:
+def numbers_of_texts(texts: Sequence[Sequence[int]], block_size: int, types: Sequence[Sequence[int]] | None = None) -> BatchNumbers:
     """The numbers of whole texts, in the first blocks of the cache."""
     lengths = array("i", map(len, texts))
     first_row = array("i", accumulate(lengths, initial=0))
     table_at = array("i", accumulate((-(-length // block_size) for length in lengths), initial=0))
-    return Numbers(
+    return BatchNumbers(
         copies=array("i"),
         ids=array("i", chain.from_iterable(texts)),
         first_row=first_row,

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.inference.config import NORMS, Latent, Layer, RoutedExperts, TransformerConfig
-from slipstream.inference.core import Batch, Numbers, numbers_of, numbers_of_texts
+from slipstream.inference.core import Batch, BatchNumbers, numbers_of, numbers_of_texts
 from slipstream.inference.decoder import add_experts, choose, learnt, soft_cap
 from slipstream.inference.joined import JoinedParts
 from slipstream.inference.kv_cache import KVCache
@@ -354,7 +354,7 @@ class CudaDecoder:
         return self.run(numbers_of_texts(texts, self.block_size, types))
 
     @torch.inference_mode()
-    def run(self, numbers: Numbers) -> Tensor:
+    def run(self, numbers: BatchNumbers) -> Tensor:
         """As `decoder.Decoder.run`."""
         with self._here():
             self.cache.copy(numbers.pairs)
@@ -374,7 +374,7 @@ class CudaDecoder:
             types = torch.tensor(numbers.types, dtype=torch.int32, device=self.cache.device) if numbers.types else None
             return self._hidden(step._replace(types=types), torch.float32)
 
-    def _lists(self, numbers: Numbers, rows_per_tile: int) -> list[list[int]]:
+    def _lists(self, numbers: BatchNumbers, rows_per_tile: int) -> list[list[int]]:
         """The numbers for a `_Step`'s tensors, the block tables last."""
         config, block_size = self.config, self.block_size
         positions, angles, stops, slots, tile_row, tile_length, tile_table = (list[int]() for _ in range(7))

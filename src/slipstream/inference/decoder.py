@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.inference.config import Latent, Layer, Rope, RoutedExperts, TransformerConfig
-from slipstream.inference.core import Batch, Numbers, numbers_of, numbers_of_texts
+from slipstream.inference.core import Batch, BatchNumbers, numbers_of, numbers_of_texts
 from slipstream.inference.joined import JoinedParts
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp, put
@@ -36,7 +36,7 @@ class RowSpan(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """`Numbers` as tensors on the device."""
+    """`BatchNumbers` as tensors on the device."""
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
     spans: list[RowSpan]
 
 
-def inputs_of(numbers: Numbers, cache: KVCache) -> Inputs:
+def inputs_of(numbers: BatchNumbers, cache: KVCache) -> Inputs:
     def moved(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=cache.device)
 
@@ -118,7 +118,7 @@ class Decoder:
         return self.run(numbers_of_texts(texts, self.block_size, types))
 
     @torch.inference_mode()
-    def run(self, numbers: Numbers) -> Tensor:
+    def run(self, numbers: BatchNumbers) -> Tensor:
         """Logits, or what `hidden` returns."""
         self.cache.copy(numbers.pairs)
         inputs, w = inputs_of(numbers, self.cache), self.weights

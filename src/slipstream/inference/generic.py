@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.config import huggingface
-from slipstream.inference.core import Batch, Chunk, Numbers, Request, SamplingParams, numbers_of
+from slipstream.inference.core import Batch, BatchNumbers, Chunk, Request, SamplingParams, numbers_of
 from slipstream.inference.decoder import Inputs, RowSpan, attend, inputs_of, visible
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.kv_cache import HeadShape, KVCache
@@ -151,7 +151,7 @@ class GenericDecoder:
         return self.run(numbers_of(batch, self.block_size))
 
     @torch.inference_mode()
-    def run(self, numbers: Numbers) -> Tensor:
+    def run(self, numbers: BatchNumbers) -> Tensor:
         self.cache.copy(numbers.pairs)
         inputs = inputs_of(numbers, self.cache)
         return self._forward_fused(inputs) if self._fused else self._forward_one_by_one(inputs)

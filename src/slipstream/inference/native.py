@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slipstream.inference.adapters import ROLES
 from slipstream.inference.config import NO_LATENT, NORMS, RoutedExperts, TransformerConfig
-from slipstream.inference.core import Batch, Chunk, Generate, Numbers, numbers_of, numbers_of_texts
+from slipstream.inference.core import Batch, BatchNumbers, Chunk, Generate, numbers_of, numbers_of_texts
 from slipstream.inference.decoder import learnt
 from slipstream.inference.kv_cache import untouched_zeros
 from slipstream.inference.models import rope_table, shape_of
@@ -302,12 +302,10 @@ class NativeDecoder:
         self._model = self._decoder(weights, head)
         self._widths = _scratch_widths(config)
         self._logits, self._shared = np.empty((0, self.vocab_size), np.float32), dict[str, int]()
+        self._low, self._adapters = torch.empty(0), (array("Q"), array("i"))  # low-rank products, and `_place_adapters`' arrays
+        self._scratch, self._rows, self._batch = dict[str, Tensor](), 0, _Batch()  # memory that `_batch` points to
         if ranks is not None:
             self._shared = self._share(ranks)
-        self._scratch: dict[str, Tensor] = {}  # memory that `_batch` points to
-        self._low, self._adapters = torch.empty(0), (array("Q"), array("i"))  # low-rank products, and `_place_adapters`' arrays
-        self._rows, self._batch = 0, _Batch()
-        if ranks is not None:
             self._allocate(ranks.max_rows, ranks.max_rows)  # an error in a forward would be final for all processes
         self.close = self._team.close  # no forward may run after it
 
@@ -705,7 +703,7 @@ class NativeDecoder:
         hidden: Tensor = self.run(numbers_of_texts(texts, PANEL, types))
         return hidden
 
-    def _run_rows(self, x: Tensor, numbers: Numbers) -> None:
+    def _run_rows(self, x: Tensor, numbers: BatchNumbers) -> None:
         """Row i of `x` replaces the embedding of token i."""
         x = x.contiguous()
         model = self._model
@@ -720,7 +718,7 @@ class NativeDecoder:
         logits: np.ndarray[Any, np.dtype[np.float32]] = self.run(numbers_of(batch, PANEL), batch.chunks)
         return logits
 
-    def run(self, numbers: Numbers, chunks: Sequence[Chunk] = ()) -> Any:
+    def run(self, numbers: BatchNumbers, chunks: Sequence[Chunk] = ()) -> Any:
         """Compute this process's part of a forward: the results of `forward` or, without a head, of `hidden`. `chunks`: those with
         adapters."""
         config, num = self.config, len(numbers.ids)
@@ -753,7 +751,7 @@ class NativeDecoder:
             raise MemoryError(f"no memory for a forward of {num} tokens")
         return [tokens[step * num : (step + 1) * num].tolist() for step in range(steps.done)]
 
-    def _place(self, numbers: Numbers, chunks: Sequence[Chunk] = ()) -> Numbers:
+    def _place(self, numbers: BatchNumbers, chunks: Sequence[Chunk] = ()) -> BatchNumbers:
         """Make them the inputs of the next call, after their copies. The result, which has turns for lengths, must outlive it."""
         self.copy(numbers.pairs)
         self._allocate(len(numbers.ids), len(numbers.logit_rows))
@@ -781,7 +779,7 @@ class NativeDecoder:
         record.adapters, record.low_tiles, record.low = rows.buffer_info()[0], tiles.buffer_info()[0], self._low.data_ptr()
         record.low_size, record.num_tiles = rank, len(tiles) - 1
 
-    def _run(self, numbers: Numbers, chunks: Sequence[Chunk] = ()) -> None:
+    def _run(self, numbers: BatchNumbers, chunks: Sequence[Chunk] = ()) -> None:
         """Run one forward; arguments as in `run`."""
         numbers = self._place(numbers, chunks)
         record = self._batch

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.inference.config import ModelPart
-from slipstream.inference.core import Batch, Numbers, Runner, numbers_of, numbers_of_texts
+from slipstream.inference.core import Batch, BatchNumbers, Runner, numbers_of, numbers_of_texts
 from slipstream.inference.load import LoadedModel
 from slipstream.ops import cpu, words
 from slipstream.parallel.exchange import Exchange, connect_activations
@@ -210,7 +210,7 @@ class ServingRanks:
     # -- a forward --
 
     @contextmanager
-    def forward(self, numbers: Numbers) -> Iterator[None]:
+    def forward(self, numbers: BatchNumbers) -> Iterator[None]:
         """Rank 0's context for its part of a forward, which the others start too. An error inside is final for all."""
         if self.why:
             raise self.error()
@@ -230,7 +230,7 @@ class ServingRanks:
         self._posts += 1
         words.store_release_and_wake(self._posted, self._posts)
 
-    def _follow(self, run: Callable[[Numbers], object]) -> None:
+    def _follow(self, run: Callable[[BatchNumbers], object]) -> None:
         number = 1
         try:
             while self._comes(number):
@@ -254,10 +254,10 @@ class ServingRanks:
             spin = 0
         return False
 
-    def _received(self) -> Numbers:
-        sizes = array("i", bytes(self._message[: 4 * len(Numbers._fields)]))
+    def _received(self) -> BatchNumbers:
+        sizes = array("i", bytes(self._message[: 4 * len(BatchNumbers._fields)]))
         ends = accumulate(sizes, initial=len(sizes))
-        return Numbers(*(array("i", bytes(self._message[4 * start : 4 * stop])) for start, stop in pairwise(ends)))
+        return BatchNumbers(*(array("i", bytes(self._message[4 * start : 4 * stop])) for start, stop in pairwise(ends)))
 
     def _exchange(self, rows: Any, count: int) -> int:
         """Between hosts: add `rows`, fp32, of all processes."""
@@ -270,7 +270,7 @@ class ServingRanks:
 
     # -- lost processes --
 
-    def start(self, run: Callable[[Numbers], object], on_lost: Callable[[str], object]) -> None:
+    def start(self, run: Callable[[BatchNumbers], object], on_lost: Callable[[str], object]) -> None:
         """Threads: call `on_lost(why)` when a process is lost; above rank 0, compute rank 0's forwards by `run`."""
         self._on_lost = on_lost
         if self.why:
@@ -397,11 +397,11 @@ class RanksRunner:
     def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Any:
         return self._lead(numbers_of_texts(texts, self.block_size, types))
 
-    def _lead(self, numbers: Numbers) -> Any:
+    def _lead(self, numbers: BatchNumbers) -> Any:
         with self.ranks.forward(numbers):
             return self.follow(numbers)
 
-    def follow(self, numbers: Numbers) -> Any:
+    def follow(self, numbers: BatchNumbers) -> Any:
         """Compute this process's part of a forward that rank 0 has posted."""
         self.ranks.watch.step += 1  # operations of a forward are compared with those of earlier forwards
         result = self.own.run(numbers)

@@ -68,10 +68,8 @@ def open_forward(
     """Open a decoder's forward, or that of a model that embeds texts, whose cache holds one forward (`embedding.ROWS` tokens, or
     one text). `dtype`: of the arithmetic, and of the cache if the forward supports it. Raises ValueError for what needs the native
     forward."""
-    from slipstream.inference import native
     from slipstream.inference.decoder import head_shapes
     from slipstream.inference.embedding import ROWS
-    from slipstream.inference.ranks import RanksRunner
 
     config, ranks = replace(config, max_context=_context(config.max_context, sizes)), sizes.ranks
     reason = _why_no_kernels(config, weights, device)
@@ -88,24 +86,28 @@ def open_forward(
         if ranks is not None:
             ranks.max_rows = max(ranks.gather(max(ROWS, config.max_context)))
     if is_native:
-        more: dict[str, Any] = {"threads": sizes.threads, "expert_nbytes": sizes.expert_nbytes, "memory": sizes.memory}
-        more |= {"ranks": ranks, "keeps": config.has_head}
-        runner = native.NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype, **more)
-        forward = f"native kernels, {runner.threads} threads"
-        if runner.layer_store is not None:
-            on_disk = f"{runner.layer_store.num_layers} of {len(config.layers)} layers on disk"
-            return Opened(runner, f"{forward}, {on_disk}", close=runner.layer_store.close)
-        whole = runner if ranks is None else RanksRunner(runner, ranks, device)
-        forward += "" if ranks is None else f" in each of {ranks.size} processes"
-        if runner.store is None:
-            return Opened(whole, forward)
-        in_memory = f"{runner.store.num_slots} of {runner.store.num_experts} experts in memory, the others on disk"
-        return Opened(whole, f"{forward}, {in_memory}", runner.store.use)
+        return _on_native(config, weights, blocks, cache_dtype, sizes)
     if any((sizes.expert_nbytes, sizes.memory)):
         why = reason or f"it is on {device}"
         raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU, which do not compute this model: {why}")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=cache_dtype, device=device)
     return _on_cache(config, weights, cache, dtype, reason, sizes)
+
+
+def _on_native(config: TransformerConfig, weights: DecoderWeights, blocks: int, cache_dtype: torch.dtype, sizes: Sizes) -> Opened:
+    from slipstream.inference.native import NativeDecoder
+    from slipstream.inference.ranks import RanksRunner
+
+    ranks, more = sizes.ranks, {"threads": sizes.threads, "expert_nbytes": sizes.expert_nbytes, "keeps": config.has_head}
+    options: dict[str, Any] = more | {"memory": sizes.memory, "ranks": ranks}
+    own = NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype, **options)
+    experts, layers = own.store, own.layer_store
+    forward = f"native kernels, {own.threads} threads" + ("" if ranks is None else f" in each of {ranks.size} processes")
+    forward += "" if layers is None else f", {layers.num_layers} of {len(config.layers)} layers on disk"
+    if experts is not None:
+        forward += f", {experts.num_slots} of {experts.num_experts} experts in memory, the others on disk"
+    runner = own if ranks is None else RanksRunner(own, ranks, torch.device("cpu"))
+    return Opened(runner, forward, Use if experts is None else experts.use, bool if layers is None else layers.close)
 
 
 def _on_cache(
