@@ -2,10 +2,10 @@
 
 A run that is restarted on another number of ranks keeps its global batch if that batch divides into micro-batches on many counts of
 ranks. Both versions search for such a batch among multiples of each micro-batch size and of their least common multiple. The factor
-is the largest highly composite number that stays within the largest batch; the common multiple alone is a candidate even above
-that, as in DeepSpeed. The candidate with the most valid counts wins. Version 0.2 counts whole nodes; if a count is not valid, it
-falls back to the largest batch that this count divides.
-Source: DeepSpeed 0.19.6's `compute_elastic_config` (its algorithm and names; 0.19.8 has dropped it).
+is the largest highly composite number that stays within the largest batch. The candidate with the most valid counts wins. Version
+0.2 counts whole nodes; if a count is not valid, it falls back to the largest batch that this count divides.
+Source: DeepSpeed's `compute_elastic_config` at c5601dbe (its algorithm and names; 0.19.6 also took a common multiple above the
+largest batch, and divided by ranks instead of replicas).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 class ElasticBatch(NamedTuple):
     train: int  # samples per step over all ranks
     counts: list[int]  # numbers of data-parallel ranks on which `train` divides into a micro-batch size
-    micro: int | None = None  # version 0.2: for the present ranks; None: no size divides
+    micro: int | None = None  # version 0.2: for the present ranks
 
 
 def elastic_batch(block: Elasticity, ranks: int) -> ElasticBatch:
@@ -104,8 +104,8 @@ def _best(block: Elasticity, largest: int, least: int, most: int) -> tuple[int, 
             f"elasticity.micro_batch_sizes has {max(micros)}, above the largest batch ({largest} samples of max_train_batch_size "
             f"{block.max_train_batch_size} for {block.num_gpus_per_node} ranks a node); drop it, or allow a larger batch"
         )
-    bases = (*micros, math.lcm(*micros))
-    batches = {base if base >= largest else base * _COMPOSITE[bisect_right(_COMPOSITE, largest // base) - 1] for base in bases}
+    bases = [base for base in (*micros, math.lcm(*micros)) if base <= largest]
+    batches = {base * _COMPOSITE[bisect_right(_COMPOSITE, largest // base) - 1] for base in bases}
     valid = {batch: _valid_counts(batch, micros, least, most) for batch in batches}
     sign = 1 if block.prefer_larger_batch else -1
     batch = max(batches, key=lambda batch: (len(valid[batch]), sign * batch))
@@ -130,26 +130,20 @@ def _by_nodes(block: Elasticity, ranks: int) -> ElasticBatch:
             f"elasticity.num_gpus_per_node ({block.num_gpus_per_node}) is not a multiple of model_parallel_size "
             f"({block.model_parallel_size}): change one of them"
         )
-    nodes = block.num_gpus_per_node
-    batch, counts = _best(block, block.max_train_batch_size // per_node, block.min_gpus // nodes, block.max_gpus // nodes)
+    nodes, most = block.num_gpus_per_node, block.max_train_batch_size
+    batch, counts = _best(block, most // per_node, block.min_gpus // nodes, block.max_gpus // nodes)
     batch, counts = batch * per_node, [count * per_node for count in counts]
-    if ranks // block.model_parallel_size in counts:
-        return ElasticBatch(batch, counts, _chosen(block, batch, ranks))
-    replicas = ranks / nodes * per_node
-    batches = [micro * replicas * (block.max_train_batch_size // (micro * replicas)) for micro in block.micro_batch_sizes]
-    fitting = [int(size) for size in batches if size]
-    if not fitting:
-        raise ElasticityError(
-            f"elasticity: a micro-batch of {min(block.micro_batch_sizes)} on each of {replicas:g} data-parallel ranks is above "
-            f"max_train_batch_size ({block.max_train_batch_size}); use fewer ranks, or allow a larger batch"
-        )
-    batch = max(fitting) if block.prefer_larger_batch else min(fitting)
-    return ElasticBatch(batch, [int(replicas)], _chosen(block, batch, ranks))
-
-
-def _chosen(block: Elasticity, batch: int, ranks: int) -> int | None:
-    fitting = [micro for micro in block.micro_batch_sizes if batch // ranks % micro == 0]
-    return None if not fitting else max(fitting) if block.prefer_larger_batch else fitting[0]
+    replicas = max(1, ranks // block.model_parallel_size)
+    if replicas not in counts:
+        fitting = [size for micro in block.micro_batch_sizes if (size := most // (micro * replicas) * micro * replicas)]
+        if not fitting:
+            raise ElasticityError(
+                f"elasticity: a micro-batch of {min(block.micro_batch_sizes)} on each of {replicas} data-parallel ranks is above "
+                f"max_train_batch_size ({most}); use fewer ranks, or allow a larger batch"
+            )
+        batch, counts = max(fitting) if block.prefer_larger_batch else min(fitting), [replicas]
+    micros = [micro for micro in block.micro_batch_sizes if batch // replicas % micro == 0]
+    return ElasticBatch(batch, counts, max(micros) if block.prefer_larger_batch else micros[0])
 
 
 # DeepSpeed's functions, on the config as a dictionary
@@ -185,12 +179,9 @@ def compute_elastic_config(
             "elasticity needs the number of ranks: pass world_size (ds_elastic -w N), or set the variable WORLD_SIZE"
         )
     batch = elastic_batch(block, ranks)
-    if world_size > 0:
-        check_count(batch, world_size)
-        return batch.train, batch.counts, largest_micro(block, batch.train, world_size)
-    if not return_microbatch:
+    if not world_size and not return_microbatch:
         return batch.train, batch.counts
-    if block.version == 0.2:
+    if not world_size and block.version == 0.2:
         return batch
     check_count(batch, ranks)
     return batch.train, batch.counts, largest_micro(block, batch.train, ranks)
