@@ -1,7 +1,7 @@
 """`slipstream report`: the environment, and the backends and kernels that Slipstream uses in it, for bug reports.
 
-`collect` returns sections of rows; `as_text`, `as_json` and `_show_table` render them. A row says what is present, or why it is
-missing. Collecting starts no process group and allocates nothing on a device. It compiles the kernels if they are not built yet.
+`collect` returns sections of rows; `as_text` and `as_json` render them. A row says what is present, or why it is missing.
+Collecting starts no process group and allocates nothing on a device. It compiles the kernels if they are not built yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from slipstream.world.host import memory_total, processor, read_pressure
 
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
-_PACKAGES = ("numpy", "pydantic", "safetensors", "rich", "triton", "transformers", "accelerate", "deepspeed")
+_PACKAGES = ("numpy", "pydantic", "safetensors", "triton", "transformers", "accelerate", "deepspeed")
 
 
 class ReportRow(NamedTuple):
@@ -164,11 +164,11 @@ def collect() -> Sections:
 
 
 def as_text(sections: Sections) -> str:
-    names, values = (max(len(row[column]) for rows in sections.values() for row in rows) for column in range(2))
+    width = max(len(row.name) for rows in sections.values() for row in rows)
     lines: list[str] = []
     for title, rows in sections.items():
         lines += ["", title] if lines else [title]
-        lines += [f"  {row.name:<{names}}  {row.value:<{values}}  {row.note}".rstrip() for row in rows]
+        lines += [f"  {row.name:<{width}}  {row.value:<17}  {row.note}".rstrip() for row in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -177,29 +177,8 @@ def as_json(sections: Sections) -> str:
     return json.dumps(document, indent=2) + "\n"
 
 
-def _show_table(sections: Sections) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for style in ("bold", "", "dim"):
-        table.add_column(style=style, overflow="fold")
-    for title, rows in sections.items():
-        table.add_row(Text(title, style="bold cyan"))
-        for row in rows:
-            table.add_row(Text(f"  {row.name}"), Text(row.value), Text(row.note))
-        table.add_section()
-    Console().print(table)
-
-
 def execute(*, machine: bool) -> int:
-    """Print the report: JSON for a machine, a table on a terminal, plain text elsewhere."""
+    """Print the report: JSON for a machine, else text."""
     sections = collect()
-    if machine:
-        sys.stdout.write(as_json(sections))
-    elif sys.stdout.isatty():
-        _show_table(sections)
-    else:
-        sys.stdout.write(as_text(sections))
+    sys.stdout.write(as_json(sections) if machine else as_text(sections))
     return 0
