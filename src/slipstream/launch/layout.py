@@ -7,10 +7,8 @@ then sp, data and pp. So the slices of a layer stay on a host if the number of r
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,28 +37,21 @@ def read_mesh(given: Mapping[str, int] | None, arguments: Sequence[str]) -> Know
     """
     sizes, source = dict(given or {}), "--mesh"
     for path in _configs_among(arguments):
-        with suppress(OSError, UnicodeDecodeError):
-            raw = _config(path)
-            check_stated(raw, given or {})
-            sizes |= (stated := sizes_in(raw))
-            source = " and ".join(["--mesh"] * bool(given) + [path] * bool(stated))
+        raw = _config(path)
+        check_stated(raw, given or {})
+        sizes |= (stated := sizes_in(raw))
+        source = " and ".join(["--mesh"] * bool(given) + [path] * bool(stated))
     sizes = {axis: size for axis, size in sizes.items() if size > 1}
     return KnownMesh(sizes=sizes, source=source) if sizes else None
 
 
 def _config(path: str) -> dict[str, object]:
-    text = Path(path).read_text(encoding="utf-8-sig")
-    try:
-        raw = json.loads(text)
-    except RecursionError:  # thousands of nested brackets
-        return {}
-    except json.JSONDecodeError:
-        from slipstream.config.text import read_json  # allows comments; imports torch
+    from slipstream.config.text import read_json  # imports torch
 
-        try:
-            raw = read_json(text, path).value
-        except ValueError:
-            return {}
+    try:
+        raw = read_json(Path(path).read_text(encoding="utf-8-sig"), path).value
+    except (OSError, ValueError):
+        return {}
     return raw if isinstance(raw, dict) else {}
 
 
@@ -80,7 +71,7 @@ def arrange(mesh: KnownMesh, hosts: Sequence[tuple[str, int]], *, may_change: bo
 
     Raises ValueError if the sizes do not fit the ranks, or tp the ranks of a host.
     """
-    from slipstream.world.mesh import Place, nearest_sizes, place_ranks  # imports torch, for which a run without axes need not wait
+    from slipstream.world.mesh import Place, nearest_sizes, place_ranks  # imports torch
 
     num_ranks = sum(count for _, count in hosts)
     sizes = {axis: mesh.sizes.get(axis, 1) for axis in ("pp", "sp", "tp")}
