@@ -33,6 +33,7 @@ from slipstream.inference.ranks import ServingRanks, message_nbytes
 from slipstream.inference.sampler import Draws
 from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp
 from slipstream.ops import build
+from slipstream.ops.fused import ACTIVATIONS
 from slipstream.ops.matrices import (
     CODES,
     PANEL,
@@ -57,7 +58,6 @@ _OF_EXPERTS = ("num", "top_k", "normalize", "num_groups", "top_groups", "scale",
 # As in csrc/decoder.h.
 _ROWS = 6  # rows of a tile
 _MAX_EXPERTS = 512  # including the shared one
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _RESIDUALS = ("before", "after", "parallel")
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -600,7 +600,7 @@ class NativeDecoder:
             latent_eps=latent.eps,
             qk_norm_whole=config.qk_norm == "whole",
             cache_type=TYPES[self.keys.dtype],
-            activation=_ACTIVATIONS[config.activation],
+            activation=ACTIVATIONS[config.activation],
             centered=config.norm == "layer",
             residual=_RESIDUALS.index(config.residual),
             plain=not config.gated,

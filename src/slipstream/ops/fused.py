@@ -33,7 +33,7 @@ from slipstream.ops.derivatives import once_differentiable
 Norm = Literal["none", "layer", "rms"]
 Activation = Literal["gelu_tanh", "gelu", "silu", "relu"]
 NORMS: dict[str, int] = {"none": 0, "layer": 1, "rms": 2}  # as in csrc/fused.h
-ACTIVATIONS: dict[str, int] = {"gelu_tanh": 0, "gelu": 1, "silu": 2, "relu": 3}
+ACTIVATIONS: dict[str, int] = {"gelu_tanh": 0, "gelu": 1, "silu": 2, "relu": 3}  # as in csrc/vec_activation.h
 _ADD_NORM, _ADD_NORM_BACKWARD, _ACTIVATE, _ACTIVATE_BACKWARD, _ROTATE, _LOSE, _LOSE_BACKWARD = range(7)
 _LEAST = 1 << 14  # minimum elements per thread
 _MOST_COLUMNS = 1 << 14  # of a norm on a GPU, where one program holds a row

@@ -25,7 +25,6 @@
 
 enum weight_type { WEIGHT_F32 = 0, WEIGHT_BF16 = 1, WEIGHT_F16 = 2, WEIGHT_INT8 = 3, WEIGHT_INT4 = 4, WEIGHT_INT8_GROUPS = 5,
                    WEIGHT_K4 = 6, WEIGHT_K5 = 7, WEIGHT_K6 = 8 };
-enum activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1, ACTIVATION_GELU = 2, ACTIVATION_RELU = 3 };
 enum residual { RESIDUAL_BEFORE = 0, RESIDUAL_AFTER = 1, RESIDUAL_PARALLEL = 2 };
 
 /* y = x W^T + bias. Columns are padded with zeros to a multiple of 2 * PANEL. */
@@ -132,7 +131,7 @@ struct decoder {
     int32_t qk_norm_whole; /* the norms of q and k are over all heads together */
     int32_t cache_type; /* WEIGHT_F32 or WEIGHT_BF16 */
     int32_t embed_type; /* enum weight_type of `embed`; unused with embed_codes */
-    int32_t activation;
+    int32_t activation; /* enum activation of vec_activation.h */
     int32_t centered;    /* norms are LayerNorm, else RMSNorm */
     int32_t residual;   /* enum residual */
     int32_t plain;      /* the MLP has no gate */

@@ -2,7 +2,7 @@
 #ifndef SLIPSTREAM_DECODER_LANES_H
 #define SLIPSTREAM_DECODER_LANES_H
 
-#include "vec_exp.h"
+#include "vec_activation.h"
 
 #define MASKED (-1e30f)
 

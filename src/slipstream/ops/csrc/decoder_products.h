@@ -531,28 +531,6 @@ INLINE struct rows rows_of(const struct product *job, int64_t row)
     return (struct rows){job->x + row * job->x_stride, job->coded.halves + row * job->coded.stride, job->x_stride, job->coded.stride};
 }
 
-INLINE vec activate(int activation, vec x)
-{
-    const vec one = vec_set(1.0f), half = vec_set(0.5f);
-    if (activation == ACTIVATION_SILU)
-        return vec_div(x, vec_add(one, vec_exp(vec_sub(vec_zero(), x))));
-    if (activation == ACTIVATION_GELU_TANH) {
-        vec inner = vec_mul(vec_set(0.7978845608f), vec_fma(vec_mul(vec_set(0.044715f), vec_mul(x, x)), x, x));
-        return vec_mul(vec_mul(half, x), vec_add(one, vec_tanh(inner)));
-    }
-    if (activation == ACTIVATION_RELU)
-        return vec_max(vec_zero(), x);
-    /* max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2), by a polynomial (Abramowitz and Stegun 7.1.26, error 1.5e-7) */
-    const vec size = vec_max(x, vec_sub(vec_zero(), x));
-    const vec t = vec_div(one, vec_fma(size, vec_set(0.3275911f * 0.70710678f), one));
-    vec p = vec_fma(t, vec_set(1.061405429f), vec_set(-1.453152027f));
-    p = vec_fma(t, p, vec_set(1.421413741f));
-    p = vec_fma(t, p, vec_set(-0.284496736f));
-    p = vec_fma(t, p, vec_set(0.254829592f));
-    const vec rest = vec_mul(vec_mul(t, p), vec_exp(vec_mul(vec_set(-0.5f), vec_mul(x, x))));
-    return vec_sub(vec_max(vec_zero(), x), vec_mul(vec_mul(half, size), rest));
-}
-
 INLINE void put(float *to, vec a, int64_t width)
 {
     if (width > 0)
@@ -562,6 +540,7 @@ INLINE void put(float *to, vec a, int64_t width)
 TARGET static void finish_tile(const struct product *job, int64_t panel, int panels, int row, int rows, float sums[][ROWS][PANEL])
 {
     const struct matrix *w = job->w;
+    vec slope; /* not used */
     if (job->low.batch)
         add_low_rank(&job->low, job->epilogue == GATED, panel, panels, row, rows, sums);
     for (int j = 0; j < panels; ++j)
@@ -573,7 +552,7 @@ TARGET static void finish_tile(const struct product *job, int64_t panel, int pan
             if (job->scale != 0.0f)
                 sum = vec_mul(sum, vec_set(job->scale));
             if (job->epilogue == ACTIVATED)
-                sum = activate(job->activation, sum);
+                sum = activated(job->activation, sum, &slope);
             if (job->epilogue == GATED) {
                 if (j % 2 == 0)
                     continue;
@@ -581,7 +560,7 @@ TARGET static void finish_tile(const struct product *job, int64_t panel, int pan
                 if (w->bias)
                     gate = vec_add(gate, load_f32(w->bias + (panel + j - 1) * PANEL));
                 const int64_t column = (panel + j) / 2 * PANEL;
-                put(y + column, vec_mul(activate(job->activation, gate), sum), w->num_columns / 2 - column);
+                put(y + column, vec_mul(activated(job->activation, gate, &slope), sum), w->num_columns / 2 - column);
                 continue;
             }
             const int64_t column = (panel + j) * PANEL, width = w->num_columns - column;

@@ -13,11 +13,10 @@ struct fused {
     int64_t columns, heads, rotated, tokens, stride;
     float eps, least;
     uint32_t seed;
-    int32_t dtype, kind;
+    int32_t dtype, kind; /* kind: of norms, or of activations (vec_activation.h) */
 };
 
 enum { FUSED_NO_NORM, FUSED_LAYER_NORM, FUSED_RMS_NORM };
-enum { FUSED_GELU_TANH, FUSED_GELU, FUSED_SILU, FUSED_RELU };
 
 FAMILY(fused, 7); /* of fused.c, in its order; rows */
 

@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.ops.triton.tiles import LEAST, kept
+from slipstream.ops.triton.tiles import LEAST, activated, kept
 
 _LAYER = tl.constexpr(1)  # kinds of norms; 0: none, 2: RMSNorm
-_GELU_TANH, _GELU, _SILU = (tl.constexpr(kind) for kind in range(3))
 _BLOCK = 1024  # columns of an activation's program
 _PROGRAMS = 512  # programs that share the rows of column gradients
 
@@ -120,25 +119,6 @@ def _add_norm_backward(
 
 
 @triton.jit
-def _activated(x, KIND: tl.constexpr):
-    if KIND == _GELU:
-        share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-        y, slope = x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    elif KIND == _GELU_TANH:  # (1 + tanh(z)) / 2 is sigmoid(2 z)
-        share = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
-        y = x * share
-        slope = share + y * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * x * x)
-    elif KIND == _SILU:
-        share = tl.sigmoid(x)
-        y = x * share
-        slope = share + y * (1 - share)
-    else:
-        slope = (x > 0).to(tl.float32)
-        y = tl.where(x < 0, 0.0, x)  # keeps NaN
-    return y, slope
-
-
-@triton.jit
 def _activate(x, bias, up, out, columns, KIND: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
@@ -146,7 +126,7 @@ def _activate(x, bias, up, out, columns, KIND: tl.constexpr, BLOCK: tl.constexpr
     a = _get(x, at, mask)
     if bias is not None:
         a += _get(bias, column, mask)
-    a, _ = _activated(a, KIND)
+    a, _ = activated(a, KIND)
     if up is not None:
         a *= _get(up, at, mask)
     _put(out, at, a, mask)
@@ -162,7 +142,7 @@ def _activate_backward(x, bias, up, grad, dx, dup, out, dbias, num_rows, columns
         a, g = _get(x, at, mask), _get(grad, at, mask)
         if bias is not None:
             a += _get(bias, column, mask)
-        a, slope = _activated(a, KIND)
+        a, slope = activated(a, KIND)
         if up is not None:
             other = _get(up, at, mask)
             _put(dup, at, g * a, mask)

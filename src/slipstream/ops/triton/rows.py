@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.ops.triton.tiles import sum_planes
+from slipstream.ops.fused import ACTIVATIONS
+from slipstream.ops.triton.tiles import activated, sum_planes
 
 
 class Norm(NamedTuple):
@@ -257,22 +258,13 @@ def place(
 
 
 @triton.jit
-def _gate(
-    planes, out, size, plane_stride, GATED: tl.constexpr, ACTIVATION: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr
-):
+def _gate(planes, out, size, plane_stride, GATED: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < size
     begin = planes + row * (2 * size if GATED else size) + i
     x = sum_planes(begin, mask, plane_stride, PLANES)
-    if ACTIVATION == "silu":
-        x = x * tl.sigmoid(x)
-    elif ACTIVATION == "gelu_tanh":
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(z)) / 2 is sigmoid(2 z)
-    elif ACTIVATION == "gelu":
-        x = x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-    else:
-        x = tl.where(x < 0, 0.0, x)  # keeps NaN
+    x, _ = activated(x, KIND)
     if GATED:
         x *= sum_planes(begin + size, mask, plane_stride, PLANES)
     tl.store(out + row * size + i, x, mask=mask)
@@ -281,7 +273,6 @@ def _gate(
 def gate(planes: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = True) -> Tensor:
     """activation(first half of each row) * second half: [rows, size] in `dtype`. planes: [planes, rows, 2 * size]. For a plain MLP:
     activation(row) of planes [planes, rows, size]."""
-    assert activation in ("silu", "gelu_tanh", "gelu", "relu"), activation
     num_rows, size = planes.shape[1], planes.shape[2] // (1 + gated)
     out = torch.empty(num_rows, size, dtype=dtype, device=planes.device)
     _gate[(num_rows, -(-size // 1024))](
@@ -290,7 +281,7 @@ def gate(planes: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = T
         size,
         planes.stride(0),
         GATED=gated,
-        ACTIVATION=activation,
+        KIND=ACTIVATIONS[activation],
         PLANES=len(planes),
         BLOCK=1024,
         num_warps=4,

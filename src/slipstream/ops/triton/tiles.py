@@ -1,4 +1,4 @@
-"""Functions shared by the kernels: the product of two tiles, sums of planes, dropout, and ranges of positions.
+"""Functions shared by the kernels: the product of two tiles, sums of planes, activations, dropout, and ranges of positions.
 
 Ranges: range r contains the positions from `range_start(r)` to `range_start(r + 1)`. The first 16 contain FINEST positions each;
 after that, every doubling of the position has 8 ranges. So a long context has few (64 for 131,072 positions) and a short one enough
@@ -11,6 +11,7 @@ import triton.language as tl
 FINEST = tl.constexpr(128)
 LEAST = tl.constexpr(-1e30)  # below every score; -inf - -inf would be NaN
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_GELU_TANH, _GELU, _SILU = (tl.constexpr(kind) for kind in range(3))
 
 
 @triton.jit
@@ -31,6 +32,26 @@ def sum_planes(at, mask, plane_stride, PLANES: tl.constexpr):
     for plane in tl.static_range(1, PLANES):
         total += tl.load(at + plane * plane_stride, mask=mask, other=0.0)
     return total
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr):
+    """The activation of this number in `ops.fused.ACTIVATIONS`, and its derivative."""
+    if KIND == _GELU:
+        share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        y, slope = x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif KIND == _GELU_TANH:  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+        share = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
+        y = x * share
+        slope = share + y * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    elif KIND == _SILU:
+        share = tl.sigmoid(x)
+        y = x * share
+        slope = share + y * (1 - share)
+    else:
+        slope = (x > 0).to(tl.float32)
+        y = tl.where(x < 0, 0.0, x)  # keeps NaN
+    return y, slope
 
 
 @triton.jit
