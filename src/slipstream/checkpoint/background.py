@@ -155,12 +155,12 @@ class AsyncSave:
             if sums:
                 _put(folder / f"{self._writer.file}.crc", json.dumps(sums))
             return
-        sums_by_file = {self._writer.file: sums} if sums else {}
-        for file in self._writer.files:
+        sums_by_file, document = {self._writer.file: sums} if sums else {}, self._pending.document
+        for file in document.files:
             if file not in sums_by_file:
                 sums_by_file[file] = self._await(folder, file)
-        self._writer.entries = {name: _with_sums(entry, sums_by_file) for name, entry in self._writer.entries.items()}
-        self._pending.commit(self._pending.content())
+        tensors = {name: _with_sums(entry, sums_by_file) for name, entry in document.tensors.items()}
+        self._pending.commit(replace(document, tensors=tensors))
 
     def _await(self, folder: Path, file: str) -> dict[int, list[int]]:
         """Wait for another rank's checksums and return them."""

@@ -29,7 +29,7 @@ from slipstream.checkpoint.flat_slice import FlatSlice
 from slipstream.checkpoint.hosts import Hosts
 from slipstream.checkpoint.plan import check_entry, own_shares
 from slipstream.checkpoint.values import encode
-from slipstream.checkpoint.writer import Writer
+from slipstream.checkpoint.writer import Writer, collect
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def save(directory: str | os.PathLike[str], tag: str, *, hosts: Hosts | None = N
     pending = _begin(directory, tag, None, hosts, **content)
     try:
         if hosts is None:
-            pending.ranks.decide(pending.step, lambda: pending.commit(pending.content()))
+            pending.ranks.decide(pending.step, lambda: pending.commit(pending.document))
         else:
             pending.commit_on(hosts)
     finally:
@@ -88,41 +88,24 @@ class PendingSave:
     ranks: Ranks
     step: str
     path: Path
-    mesh: Mapping[str, int]
+    document: Document  # on rank 0 that of the whole checkpoint; of an asynchronous save without checksums
     writer: Writer
     draft: Draft | None
-    shared: Any
-    per_rank: list[Any]
     save_latest: bool
     keep: int | None
 
-    @property
-    def own(self) -> Draft:
-        assert self.draft is not None, "this rank has made no folder"
-        return self.draft
-
-    def content(self) -> Document:
-        """The document of the whole checkpoint; rank 0 only."""
-        return Document(
-            save_id=self.own.save_id,
-            mesh=self.mesh,
-            files=self.writer.files,
-            tensors=self.writer.entries,
-            shared=self.shared,
-            per_rank=self.per_rank,
-        )
-
-    def commit(self, content: Document, files: AbstractSet[str] | None = None) -> None:
+    def commit(self, document: Document, files: AbstractSet[str] | None = None) -> None:
         """files: those in this directory; None: all"""
-        sizes = {name: size for name, size in content.files.items() if files is None or name in files}
-        self.own.commit(content, sizes, save_latest=self.save_latest)
+        assert self.draft is not None, "this rank has made no folder"
+        sizes = {name: size for name, size in document.files.items() if files is None or name in files}
+        self.draft.commit(document, sizes, save_latest=self.save_latest)
 
     def commit_on(self, hosts: Hosts) -> None:
         """Commit on each host. Collective."""
-        content = self.ranks.decide(self.step, self.content)
+        document = self.ranks.first(self.document)
         if hosts.in_memory:
-            self.ranks.gather(self.step, lambda: hosts.copy_to_next(self.writer.folder, content.files))
-        self.ranks.gather(self.step, lambda: self.commit(content, hosts.files) if self.draft is not None else None)
+            self.ranks.gather(self.step, lambda: hosts.copy_to_next(self.writer.folder, document.files))
+        self.ranks.gather(self.step, lambda: self.commit(document, hosts.files) if self.draft is not None else None)
 
     def tidy(self) -> None:
         if self.keep is not None and self.draft is not None:
@@ -171,22 +154,22 @@ def _begin(
     try:
         writer = Writer(parent / folder, ranks.index, staging)
         shares = own_shares(ranks, step, state)
-        writer.collect(ranks.gather(step, lambda: writer.write(shares)))
+        entries, files = collect(ranks.gather(step, lambda: writer.write(shares)))
     except BaseException:
         if draft is not None:
             draft.discard()
         raise
-    return PendingSave(
-        ranks=ranks,
-        step=step,
-        path=parent / tag,
+    document = Document(
+        save_id="" if draft is None else draft.save_id,
         mesh=one_axis(ranks.size) if mesh is None else mesh,
-        writer=writer,
-        draft=draft,
+        files=files,
+        tensors=entries,
         shared=shared_skeleton,
         per_rank=[skeleton for _, skeleton in prepared],
-        save_latest=save_latest,
-        keep=keep,
+    )
+    path = parent / tag
+    return PendingSave(
+        ranks=ranks, step=step, path=path, document=document, writer=writer, draft=draft, save_latest=save_latest, keep=keep
     )
 
 

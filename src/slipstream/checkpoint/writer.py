@@ -37,7 +37,7 @@ _ZEROS = torch.zeros(ALIGNMENT, dtype=torch.uint8)
 
 
 class Writer:
-    """Writes this rank's shares to one file. On rank 0, `collect` fills `entries` and `files` with those of all ranks.
+    """Writes this rank's shares to one file.
 
     With `staging`, the shares are only copied there, in the file's layout, and `flush` writes them later. Until then, entries have
     no checksums.
@@ -45,8 +45,6 @@ class Writer:
 
     def __init__(self, folder: Path, rank: int, staging: Staging | None = None) -> None:
         self.folder, self.rank, self.file = folder, rank, file_name(rank)
-        self.entries: dict[str, Entry] = {}
-        self.files: dict[str, int] = {}
         self._staging, self._staged = staging, torch.empty(0, dtype=torch.uint8)
         self._places: list[_Destination] = []
         self._sums: dict[int, list[int]] = {}  # of staged pieces, by offset in the file
@@ -64,17 +62,6 @@ class Writer:
             entry = entries.get(share.name) or Entry(dtype=share.values.dtype, shape=share.shape, pieces=())
             entries[share.name] = replace(entry, pieces=(*entry.pieces, piece))
         return entries
-
-    def collect(self, entries_by_rank: Iterable[Mapping[str, Entry]]) -> None:
-        """Join the entries that `write` returned on each rank."""
-        pieces: dict[str, list[Piece]] = defaultdict(list)
-        for entries in entries_by_rank:
-            for name, entry in entries.items():
-                self.entries.setdefault(name, entry)
-                pieces[name] += entry.pieces
-                for piece in entry.pieces:
-                    self.files[piece.file] = max(self.files.get(piece.file, 0), piece.at + entry.nbytes(piece))
-        self.entries = {name: replace(entry, pieces=tuple(pieces[name])) for name, entry in self.entries.items()}
 
     def _write(self, shares: Sequence[Share]) -> list[list[int]]:
         if not shares:
@@ -127,6 +114,18 @@ class Writer:
                         self._sums[place.at] = crc32_blocks(self._staged[place.at : place.end], BLOCK)
         self._staged = torch.empty(0, dtype=torch.uint8)
         return self._sums
+
+
+def collect(entries_by_rank: Iterable[Mapping[str, Entry]]) -> tuple[dict[str, Entry], dict[str, int]]:
+    """The entries that `Writer.write` returned on each rank, joined, and the sizes of the files."""
+    firsts, pieces, files = dict[str, Entry](), defaultdict[str, list[Piece]](list), dict[str, int]()
+    for entries in entries_by_rank:
+        for name, entry in entries.items():
+            firsts.setdefault(name, entry)
+            pieces[name] += entry.pieces
+            for piece in entry.pieces:
+                files[piece.file] = max(files.get(piece.file, 0), piece.at + entry.nbytes(piece))
+    return {name: replace(entry, pieces=tuple(pieces[name])) for name, entry in firsts.items()}, files
 
 
 class _Destination(NamedTuple):
