@@ -185,7 +185,7 @@ class CommsLogger:
         return self.enabled and (prof or self.prof_all or log_name in self.prof_ops)
 
     def add(self, name: str, nbytes: int, ranks: int, marks: tuple[Any, Any], kind: str) -> None:
-        self._own = self._own or traffic.CommLog(self, _world(), torch.device("cpu"))
+        self._own = self._own or traffic.CommLog(self, axis_of("world"), torch.device("cpu"))
         self._own.add(name, nbytes, ranks, marks, kind=kind)
 
     def logs(self) -> list[traffic.CommLog]:
@@ -227,16 +227,19 @@ class CommsLogger:
 
     def log_all(self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
         """Write the tables. Returns them with `return_dict`. Collective with `show_straggler`."""
-        found = traffic.summary(self.logs(), _world(), show_straggler)
+        found = traffic.summary(self.logs(), axis_of("world"), show_straggler)
         if print_log:
             traffic.write_tables(found)
         return found if return_dict else None
 
 
-def _world() -> Axis:
+def axis_of(name: str, group: Any = None) -> Axis:
+    """The ranks of a process group, by default all."""
     if not dist.is_initialized():
-        return Axis("world", None, (0,), 0, 1)
-    return Axis("world", dist.group.WORLD, tuple(range(dist.get_world_size())), dist.get_rank(), dist.get_world_size())
+        return Axis(name, None, (0,), 0, 1)
+    group = group or dist.group.WORLD
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(name, group if len(ranks) > 1 else None, ranks, dist.get_rank(group), len(ranks))
 
 
 comms_logger = CommsLogger()

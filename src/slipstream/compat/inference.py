@@ -16,10 +16,10 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.compat import kernels, slices
+from slipstream.compat.comm import axis_of
 from slipstream.inference.options import Refused, read_config, read_options, suggestion
 from slipstream.inference.precision import parse_dtype
 from slipstream.parallel.inferred import (
@@ -323,10 +323,10 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
 def _axis(size: int) -> Axis:
     """All ranks of the job. Raises ValueError if their number differs from `size`."""
     init_distributed(verbose=False)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world != size:
-        raise ValueError(f"tensor_parallel is {size}, and {world} ranks run this: start it by slipstream run --nproc {size} SCRIPT")
-    return Axis("tp", dist.group.WORLD, tuple(range(size)), dist.get_rank(), size)
+    axis = axis_of("tp")
+    if axis.size != size:
+        raise ValueError(f"tensor_parallel is {size}, and {axis.size} ranks run this: start it by slipstream run --nproc {size}")
+    return axis
 
 
 def _agree(axis: Axis, own: Any, failed: Exception | None, waits: bool) -> None:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from slipstream.activations.recompute import checkpoint
 from slipstream.activations.tiled import tiled_mlp
+from slipstream.compat.comm import axis_of
 from slipstream.compat.utils import getter
 from slipstream.parallel.exchange import Exchange, connect_activations, swap
 from slipstream.parallel.sequence import ulysses_attention
 from slipstream.parallel.transformers_sequence import SERVED, SequenceShares
 from slipstream.world.join import init_distributed, local_device
-from slipstream.world.mesh import Axis, build_mesh, nearest_divisor
+from slipstream.world.mesh import build_mesh, nearest_divisor
 from slipstream.world.watch import Watch
 
 
@@ -215,10 +216,9 @@ def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 def exchange_of(group: Any, device: torch.device) -> Exchange:
     """The exchange over a process group, through torch.distributed."""
-    group = group if group is not None else dist.group.WORLD
-    ranks = tuple(dist.get_process_group_ranks(group))
-    axis = Axis("sequence", group if len(ranks) > 1 else None, ranks, ranks.index(dist.get_rank()), len(ranks))
-    return connect_activations(axis, local_device() if device.type == "cuda" else device, "gloo", Watch(1800.0))
+    return connect_activations(
+        axis_of("sequence", group), local_device() if device.type == "cuda" else device, "gloo", Watch(1800.0)
+    )
 
 
 def sequence_tiled_compute(
