@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.compat.utils import getter
 from slipstream.ops.disk import ALIGNMENT, Disk, Transfer, aligned
 
 _LARGEST_BLOCK = 1 << 30  # of a Disk
@@ -89,23 +90,12 @@ class aio_handle(pin_handle):
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
     ) -> None:
-        self._options = block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism
+        self.block_size, self.queue_depth, self.intra_op_parallelism = block_size, queue_depth, intra_op_parallelism
+        self.single_submit, self.overlap_events = single_submit, overlap_events
         self._pending: list[_Operation] = []
 
-    def get_block_size(self) -> int:
-        return self._options[0]
-
-    def get_queue_depth(self) -> int:
-        return self._options[1]
-
-    def get_single_submit(self) -> bool:
-        return self._options[2]
-
-    def get_overlap_events(self) -> bool:
-        return self._options[3]
-
-    def get_intra_op_parallelism(self) -> int:
-        return self._options[4]
+    get_block_size, get_queue_depth, get_intra_op_parallelism = map(getter, ("block_size", "queue_depth", "intra_op_parallelism"))
+    get_single_submit, get_overlap_events = getter("single_submit"), getter("overlap_events")
 
     def get_alignment(self) -> int:
         """Ranges of a file on multiples of it move by direct I/O alone."""
@@ -187,10 +177,9 @@ class aio_handle(pin_handle):
                 file.write(part) if writes else file.readinto(part)  # type: ignore[attr-defined]
         if head == stop:
             return None
-        block, queue_depth, _, _, threads = self._options
-        block = min(_whole(block), _LARGEST_BLOCK)
+        block, threads = min(_whole(self.block_size), _LARGEST_BLOCK), self.intra_op_parallelism
         direct = _open_direct(path, flags)
-        disk = Disk(path, offset + nbytes, block_nbytes=block, queue_depth=queue_depth, threads=threads, file=direct)
+        disk = Disk(path, offset + nbytes, block_nbytes=block, queue_depth=self.queue_depth, threads=threads, file=direct)
         return disk, (disk.write if writes else disk.read)([(offset + head, host[head:stop])])
 
 

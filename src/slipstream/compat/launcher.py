@@ -23,15 +23,9 @@ _VALUED = frozenset(
 _CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")  # the second is transformers'
 _LEVELS = ("debug", "info", "warning", "error", "critical")  # of the launcher's log
 _DROPPED = frozenset({"--no_ssh_check", "--force_multi"})  # no-ops here
-_TOGETHER = (
-    "--autotuning",
-    "--elastic_training",
-    "--min_elastic_nodes",
-    "--max_elastic_nodes",
-    "--comment",
-    "--account",
-    "--launcher_args",
-    "--world_info",
+_TOGETHER = tuple(
+    """--autotuning --elastic_training --min_elastic_nodes --max_elastic_nodes --comment --account --launcher_args
+    --world_info""".split()  # noqa: SIM905
 )
 _FLAGS = frozenset(
     "--module --no_python --no_local_rank --no_ssh --save_pid --bind_cores_to_rank --elastic_training --quiet".split()  # noqa: SIM905

@@ -51,10 +51,10 @@ inference.v2 compat.ragged: DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceE
     SchedulingError SchedulingResult AllocationMode DSStateManagerConfig MemoryConfig
 compression compression: init_compression redundancy_clean student_initialization
 compression.helper compression: convert_conv1d_to_linear
-compression.helper compat.compression: recursive_getattr recursive_setattr
+compression.helper compat.utils: recursive_getattr recursive_setattr
 compression.scheduler compression: compression_scheduler
 compression.basic_layer compression: BNLayer_Compress Conv2dLayer_Compress Embedding_Compress LinearLayer_Compress
-utils.module_utils compat.compression: recursive_getattr recursive_setattr
+utils.module_utils compat.utils: recursive_getattr recursive_setattr
 runtime.data_pipeline.curriculum_scheduler data: CurriculumScheduler
 runtime.data_pipeline.data_sampling.indexed_dataset data.indexed: MMapIndexedDataset MMapIndexedDatasetBuilder code data_file_path
     dataset_exists index_file_path make_builder make_dataset

@@ -1,4 +1,4 @@
-"""`deepspeed.utils` and `deepspeed.runtime.utils`: logging, seeds, memory, leaf modules."""
+"""`deepspeed.utils`, `deepspeed.runtime.utils`, `deepspeed.compression.helper`: logging, seeds, memory, paths, leaf modules."""
 
 from __future__ import annotations
 
@@ -119,6 +119,17 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
         return leaf.to(device) if criterion_func is None and torch.is_tensor(leaf) else leaf
 
     return tree_map(move, item)
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The attribute at a path such as "encoder.layer.0"."""
+    return attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set the attribute at a path."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
 
 
 class OnDevice:
