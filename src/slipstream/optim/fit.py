@@ -22,17 +22,15 @@ class OptimizerCase:
     a surgery adds."""
 
     def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None, added: Iterable[Tensor] = ()) -> None:
-        self.offload, self.precision, self.rule, self.name = plan.offload, plan.precision, rule, type(optimizer).__name__
-        self.is_late, self.shard_size = rule is not None and rule.late, plan.zero.shard_size
-        self.compares_weights = plan.zero.compares_weights
-        self.stage, self.steps_locally = plan.zero.stage, self.is_late and rounds_of(optimizer).longest > 1
+        self.plan, self.offload, self.precision, self.rule = plan, plan.offload, plan.precision, rule
+        self.name, self.is_late = type(optimizer).__name__, rule is not None and rule.late
+        self.steps_locally = self.is_late and rounds_of(optimizer).longest > 1
         self.differing = sorted({str(rounds) for rounds in all_rounds(optimizer)}) if self.is_late else []
         given = (*(param for group in optimizer.param_groups for param in group["params"]), *added)
         params = [param for param in given if param.requires_grad]
         self.keeps_ratios = self.is_late and rule is not None and rule.is_whole
         self.has_stacks, self.has_parts = any(map(is_stack, params)), any(map(cuts_of_tensors, params))
         self.is_whole = rule.is_whole if rule is not None else not is_elementwise(optimizer)
-        self.has_rounds, self.measures_noise = plan.local_steps.every > 0, plan.noise_every > 0
         self.rests, self.grain = plan.experts.rest_unused, Form.of(plan).grain
         lengths = (math.prod(param.shape[1:]) for param in params if is_stack(param))
         self.uneven = next((length for length in lengths if length % self.grain), 0)
@@ -78,7 +76,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "that make them smaller, or use AdamW",
     ),
     Refusal(
-        lambda c: c.is_late and c.shard_size is not None,
+        lambda c: c.is_late and c.plan.zero.shard_size is not None,
         "{c.name} exchanges signs over all data-parallel ranks, not within groups: drop zero_optimization.mics_shard_size, or use "
         "AdamW",
     ),
@@ -88,12 +86,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "groups the same freeze_step (var_freeze_step, ...), and non_freeze: true to those that shall never be compressed",
     ),
     Refusal(
-        lambda c: c.steps_locally and c.stage > 0,
-        "{c.name} takes local steps, for which each rank needs its own masters of all parameters, but stage {c.stage} shards them: "
-        "set optimizer.params.local_step_clipper to 1, or zero_optimization.stage to 0",
+        lambda c: c.steps_locally and c.plan.zero.stage > 0,
+        "{c.name} takes local steps, for which each rank needs its own masters of all parameters, but stage {c.plan.zero.stage} "
+        "shards them: set optimizer.params.local_step_clipper to 1, or zero_optimization.stage to 0",
     ),
     Refusal(
-        lambda c: c.steps_locally and c.compares_weights,
+        lambda c: c.steps_locally and c.plan.zero.compares_weights,
         "{c.name} takes local steps, after which ranks have different weights, and zero_optimization.enable_sanity_checks compares "
         "them: set optimizer.params.local_step_clipper to 1, or drop enable_sanity_checks",
     ),
@@ -113,12 +111,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "are on the host or on disk: drop offload_optimizer and offload_param, or use AdamW",
     ),
     Refusal(
-        lambda c: c.is_late and c.has_rounds,
+        lambda c: c.is_late and c.plan.local_steps.every > 0,
         "{c.name} exchanges signs in every step, and slipstream.local_steps lets replicas train on their own; drop local_steps, or "
         "use AdamW",
     ),
     Refusal(
-        lambda c: c.is_late and c.measures_noise,
+        lambda c: c.is_late and c.plan.noise_every > 0,
         "slipstream.noise_scale_every and adaptive_batch need the norm of the mean gradient, which {c.name} does not compute; drop "
         "them, or use AdamW",
     ),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from slipstream.optim.rules import LAMB, LION, Arrays, Rule, plain_numbers
+from slipstream.optim.rules import LAMB, LION, Rule, plain_numbers
 from slipstream.zero.leaves import is_stack
 
 Update = Callable[[dict[str, Any], Tensor, Tensor, dict[str, Any]], None]
@@ -68,8 +68,8 @@ def step_by_rule(rule: Rule, state: dict[str, Any], param: Tensor, grad: Tensor,
     master = param.detach().contiguous().view(-1)
     arrays = [master, grad.contiguous().view(-1), *(state[name].view(-1) for name in rule.states)]
     length = param.numel() // len(param) if rule.is_whole and is_stack(param) else param.numel()
-    for tensor, gradient, *states in zip(*(array.split(length) for array in arrays), strict=True):
-        rule.apply(plain_numbers(group), int(state.get("step", 0)), Arrays(tensor, gradient, states, None), 1.0, None)
+    for tensors in zip(*(array.split(length) for array in arrays), strict=True):
+        rule.apply(plain_numbers(group), int(state.get("step", 0)), (*tensors, None), 1.0, None)
     if master.data_ptr() != param.data_ptr():
         param.copy_(master.view(param.shape))
     torch.autograd.graph.increment_version(param)  # a kernel's write does not, and a backward must see that saved weights changed

@@ -73,7 +73,6 @@ class Moments:
 
     states: dict[str, Store]  # the rule's; in 8 bits, `MomentStore`s
     chunks: list[StateChunk]
-    slot_nbytes: int  # bytes of a ring's buffer that the largest chunk needs
     runs: list[Run]  # of the current step
     due: Sequence[StateChunk] = ()  # of the current step
 
@@ -126,11 +125,11 @@ class NativeSteps(ShardedSteps):
         pieces = cut(self.homes, states, unit.master, unit.sums, unit.out, most)
         if self.form.coded:
             states = {name: MomentStore(store) for name, store in states.items()}
-        return Moments(states=states, chunks=pieces, slot_nbytes=max((chunk.nbytes() for chunk in pieces), default=0), runs=[])
+        return Moments(states=states, chunks=pieces, runs=[])
 
     def begin(self, units: Sequence[Unit]) -> None:
         self._options = [rules.plain_numbers(group) for group in self.inner.param_groups]
-        nbytes = max((self.moments(unit).slot_nbytes for unit in units), default=0)
+        nbytes = max((chunk.nbytes() for unit in units for chunk in self.moments(unit).chunks), default=0)
         for unit in units:  # only after `moments` has made the states, which may set step counts
             moments = self.moments(unit)
             moments.runs, moments.due = list(self._runs_of(unit)), moments.chunks
@@ -196,8 +195,8 @@ class NativeSteps(ShardedSteps):
             part = None if weights is None else weights[a:b]
             states = self._states(unit, chunk, a, b)
             rounding = self._rounding(unit, step, chunk.start + a)
-            arrays = rules.Arrays(master[a:b], grads[a:b], states, part, axes)
-            self.rule.apply(self.options_of(unit, group, step), step, arrays, scale, rounding)
+            arrays = (master[a:b], grads[a:b], *states, part)
+            self.rule.apply(self.options_of(unit, group, step), step, arrays, scale, rounding, axes)
             if weights is not None and is_buffer:
                 weights[done:a].copy_(master[done:a])  # frozen parameters and padding
             done = b

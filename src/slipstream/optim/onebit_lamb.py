@@ -28,15 +28,12 @@ from slipstream.optim import rules
 from slipstream.optim.loop import step_by_rule, step_each
 from slipstream.optim.onebit import OneBitOptimizer, OneBitSteps, defaults, rounds_of, step_alone
 from slipstream.optim.rounds import Rounds
-from slipstream.optim.rules import Rule
+from slipstream.optim.rules import Rule, Squares
 from slipstream.optim.sharded import UpdatePiece
 from slipstream.zero.storage.stream import StateChunk
 from slipstream.zero.unit import Unit
 
 NORM = "mean_inverse_norm"  # the state n
-
-
-_Recorded = tuple[float | Tensor, float | Tensor]  # (trust ratio, square of the weights' norm)
 
 
 class OneBitLamb(OneBitOptimizer):
@@ -108,18 +105,18 @@ def _step(
         ratio = coefficients[param] = _ratio(state[NORM], float(param.float().norm()), group)
         step_alone(state, param, grad, group | {"lr": group["lr"] * ratio}, rounds)
         return
-    ratios: list[_Recorded] = []
+    ratios: list[Squares] = []
     step_by_rule(_recording(rules.LAMB, ratios), state, param, grad, group)
     coefficients[param] = ratios[-1][0]
     state[NORM] = _averaged(state.get(NORM, 0.0), ratios[-1], group)
 
 
-def _recording(rule: Rule, ratios: list[_Recorded]) -> Rule:
-    """The rule, extended to append the trust ratio of each tensor."""
+def _recording(rule: Rule, ratios: list[Squares]) -> Rule:
+    """The rule, extended to append (trust ratio, square of the weights' norm) of each tensor."""
     return replace(rule, kernel=partial(rules.lamb, record=ratios.append))
 
 
-def _averaged(before: float, recorded: tuple[float | Tensor, float | Tensor], group: Mapping[str, Any]) -> float:
+def _averaged(before: float, recorded: Squares, group: Mapping[str, Any]) -> float:
     """The average of 1 / |u| after one more step; 0 while a tensor is 0, such as a bias in the first step."""
     ratio, square = map(float, recorded)
     if not square:
@@ -136,7 +133,7 @@ class OneBitLambSteps(OneBitSteps):
     """Steps by LAMB, then by exchanged signs."""
 
     def __init__(self, inner: Optimizer, units: Sequence[Unit], rule: Rule, *others: Any, **options: Any) -> None:
-        self.ratios: list[_Recorded] = []  # of the tensors of the last stepped unit
+        self.ratios: list[Squares] = []  # of the tensors of the last stepped unit
         self.norms: dict[tuple[Unit, int], float] = {}  # (unit, index of a tensor in it) -> n, for this rank's tensors
         super().__init__(inner, units, _recording(rule, self.ratios), *others, **options)
         self.coefficients: dict[Any, float | Tensor] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +21,7 @@ from slipstream.ops import Blocks, Stochastic
 from slipstream.world.mesh import Axis
 from slipstream.zero.comm import sum_over
 
-State = Tensor | Blocks
 Squares = tuple[float | Tensor, float | Tensor]
-
-
-class Arrays(NamedTuple):
-    """A run of elements. All tensors are 1D."""
-
-    master: Tensor
-    grad: Tensor
-    states: Sequence[State]
-    out: Tensor | None  # the weights, if separate from the master
-    axes: Sequence[Axis] = ()  # the axes over which this tensor is a part, if the rule needs norms of wholes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +42,20 @@ class Rule:
     late: bool = False  # whether it exchanges values made from the ranks' own gradients, which stay in place until the step
     is_whole: bool = False  # whether it needs norms of whole parameters, so that neither ranks nor chunks may cut one
 
-    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
-        """Update `master` and `states` in place with `grad` times `scale`, and write the new weights to `out`."""
+    def apply(
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        arrays: Sequence[Tensor | Blocks | None],
+        scale: float,
+        rounding: Stochastic | None,
+        axes: Sequence[Axis] = (),
+    ) -> None:
+        """Update a run of elements by its gradients times `scale`.
+
+        arrays: master, grad, states, and the weights to write, or None if these are the master; 1D
+        axes: over which this tensor is a part, if the rule needs norms of wholes
+        """
         values = {name: options[name] for name in self.options}
         values |= {name: options.get(name, value) for name, value in self.defaults.items()}
         if "betas" in values:
@@ -62,8 +63,8 @@ class Rule:
         if self.counts:
             values["step"] = step
         if self.is_whole:
-            values["axes"] = run.axes
-        self.kernel(run.master, run.grad, *run.states, run.out, scale=scale, rounding=rounding, **values)
+            values["axes"] = axes
+        self.kernel(*arrays, scale=scale, rounding=rounding, **values)
 
 
 def adamw(*, decoupled: bool) -> Rule:
