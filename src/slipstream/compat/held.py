@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 from slipstream.ops.rows import RowForm, quantize_rows
 from slipstream.quantized import row_forms
 from slipstream.world.join import init_distributed
-from slipstream.zero.init import asked, forget, supply
+from slipstream.zero.init import sources
 
 
 class ZeroParamType(enum.Enum):
@@ -520,14 +520,13 @@ def _readable(model: nn.Module | None) -> Iterator[None]:
         return
     refuse_written(named.values())
     reader = _HeldReader(named, model)
-    if asked(model) is None:
-        supply(model, reader)
+    sources.setdefault(model, reader)
     for param in named.values():
         param.__class__ = nn.Parameter
     try:
         yield
     except BaseException as error:
-        forget(model)
+        sources.pop(model, None)
         for param in named.values():
             if id(param) not in reader.freed:
                 param.__class__ = HeldParameter

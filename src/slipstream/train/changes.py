@@ -30,7 +30,7 @@ from slipstream.train.noise import follow_noise
 from slipstream.train.random_ltd import drop_tokens
 from slipstream.train.second_order import SecondOrder, mean_over, most_over
 from slipstream.train.trial import follow_trial
-from slipstream.zero.init import Load, asked
+from slipstream.zero.init import Load, sources
 from slipstream.zero.wrap import LEAF_RULES, mark_leaves
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _multiply(model: nn.Module, plan: Plan) -> None:
 def _quantize(model: nn.Module, plan: Plan) -> None:
     """The first change, so that copies that other changes make of a layer are quantized, too."""
     if plan.quantized is not None:
-        reader = asked(model)
+        reader = sources.get(model)
         is_unread: Callable[[str], bool] = nothing if reader is None or isinstance(reader, Load) else reader.__contains__
         quantize_by_rules(model, rules_of(plan.quantized), plan.precision.param_dtype, is_unread)
     for module in model.modules():

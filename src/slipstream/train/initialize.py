@@ -67,7 +67,7 @@ from slipstream.world.watch import Watch
 from slipstream.zero import access
 from slipstream.zero.buffers import convert_buffers, spread_first
 from slipstream.zero.build import build_units, connect
-from slipstream.zero.init import Load, asked, forget
+from slipstream.zero.init import Load, sources
 from slipstream.zero.leaves import differs_of, parts_of
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier
@@ -158,7 +158,7 @@ def initialize(
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     cut.connect(engine)
     connect_changes(engine)
-    forget(model)  # a later engine starts from the weights that this one has trained
+    sources.pop(model, None)  # a later engine starts from the weights that this one has trained
     engine.optimizer = OptimizerHandle(engine, inner) if inner is not None else None
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
     engine.saves.auto.resume(engine)
@@ -362,7 +362,7 @@ def _order_and_workers(data: DataLoader[Any]) -> dict[str, Any]:
 
 def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:
     """Open the files that `zero.load` named for the model; all ranks check that they fit it. Collective."""
-    load = asked(model)
+    load = sources.get(model)
     if not isinstance(load, Load):
         return load
     files: list[WeightFiles] = []

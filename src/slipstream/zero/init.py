@@ -102,7 +102,8 @@ class Load:
     strict: bool
 
 
-_asked: weakref.WeakKeyDictionary[nn.Module, Load | Reader] = weakref.WeakKeyDictionary()
+# from where `initialize` reads a model's weights, until it has; instead of the constructors' values
+sources: weakref.WeakKeyDictionary[nn.Module, Load | Reader] = weakref.WeakKeyDictionary()
 
 
 def load(model: nn.Module, path: Path | Sequence[Path], *, rename: Callable[[str], str] | None = None, strict: bool = True) -> None:
@@ -119,19 +120,4 @@ def load(model: nn.Module, path: Path | Sequence[Path], *, rename: Callable[[str
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"zero.load: a {type(model).__name__} is no nn.Module; pass the model, then the path")
-    _asked[model] = Load(path=path, rename=rename, strict=strict)
-
-
-def supply(model: nn.Module, reader: Reader) -> None:
-    """Make `initialize` read values of `model`'s parameters from `reader`."""
-    _asked[model] = reader
-
-
-def asked(model: nn.Module) -> Load | Reader | None:
-    """The last request of `load` or `supply` for `model`, or None."""
-    return _asked.get(model)
-
-
-def forget(model: nn.Module) -> None:
-    """Drop the request, after `initialize` has served it."""
-    _asked.pop(model, None)
+    sources[model] = Load(path=path, rename=rename, strict=strict)
