@@ -70,21 +70,18 @@ class Axis:
         """Every rank's `value`, in rank order, pickled. Collective; for setup and inspection."""
         return [value] if self.group is None else gather_objects(value, self.group)
 
-    @property
-    def fills_world(self) -> bool:
-        """Whether `lines` have all ranks of the process group. torch names a group by a count, so then all ranks make the groups of
-        all lines in one order. Engines of parts of the world make only their own, which torch names by ranks and count."""
-        return sum(map(len, self.lines)) == dist.get_world_size()
-
     def host_group(self) -> ProcessGroup | None:
-        """The group, or the same ranks' by gloo if that one communicates no host memory, as NCCL alone. Collective over `lines`."""
+        """The group, or the same ranks' by gloo if that one communicates no host memory, as NCCL alone. Collective over `lines`.
+
+        torch names a group by a count. So if `lines` have all ranks, all ranks make the groups of all lines in one order. Engines
+        of parts of the world make only their own, which torch names by ranks and count.
+        """
         if self.group is None or "cpu:" in dist.get_backend_config(self.group):
             return self.group
         if self.group not in _HOSTED:
-            for ranks in self.lines if self.fills_world else (self.ranks,):
-                made = dist.new_group(
-                    list(ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=not self.fills_world
-                )
+            is_part = sum(map(len, self.lines)) < dist.get_world_size()
+            for ranks in (self.ranks,) if is_part else self.lines:
+                made = dist.new_group(list(ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=is_part)
                 if ranks == self.ranks:
                     _HOSTED[self.group] = made
         return _HOSTED[self.group]

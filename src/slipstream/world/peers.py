@@ -63,7 +63,7 @@ class Peers:
                 os.close(fd)
                 self._gone[self._open.pop(fd).rank] = time.monotonic()
             for peer in self._unopened:
-                if peer.rank not in self._gone and not _exists(peer.pid):
+                if peer.rank not in self._gone and not os.path.exists(f"/proc/{peer.pid}"):
                     self._gone[peer.rank] = time.monotonic()
             return dict(self._gone)
 
@@ -77,16 +77,6 @@ class Peers:
                 os.close(fd)
             self._open.clear()
             self._unopened.clear()
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _host() -> str:
