@@ -152,7 +152,7 @@ def settle(states: States, alpha: float) -> None:
     for unit in trainable:
         if states.steps.keeps_local(unit, alpha):
             continue
-        through = unit.memory.local is not None and unit.dtypes.wire != unit.dtypes.local
+        through = unit.memory.local is not None and unit.dtypes.wire != unit.dtypes.grads
         while through and len(in_flight) >= NUM_BUFFERS - 1:  # units of a family without codes may lie between
             in_flight.pop(0).wait()
         in_flight.append(unit.settle(alpha, slots.next(unit) if through else None))

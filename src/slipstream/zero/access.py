@@ -15,10 +15,10 @@ from torch import Tensor
 
 from slipstream.world.mesh import Axis
 from slipstream.zero.comm import Comm, broadcast_from, reduce_into, sum_over
-from slipstream.zero.layout import ALIGN, Slot
+from slipstream.zero.layout import ALIGN, Slot, round_up
 from slipstream.zero.leaves import Part, Ranges, cuts_of, take
 from slipstream.zero.shown import check_writes, refuse_writes, write_masters
-from slipstream.zero.storage.store import MemoryStore, fill_zero, round_up
+from slipstream.zero.storage.store import MemoryStore, fill_zero
 from slipstream.zero.unit import State, Unit
 
 # Every live unit of the process, in order of registration, which is the same on all ranks: a parameter does not know its unit

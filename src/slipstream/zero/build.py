@@ -116,7 +116,7 @@ def _dtypes(group: Group, recipe: Recipe, comms: Comms, shapes: Sequence[Sequenc
         return replace(_trainable_dtypes(weights, recipe, comms, group.kind, shapes), gathered_bits=8 if coded else None)
     rests = fits and recipe.coded_frozen
     bits = 8 if rests or coded else None
-    return Dtypes(weights=weights, master=weights, local=weights, wire=weights, grads=weights, gathered_bits=bits, rests=rests)
+    return Dtypes(weights=weights, master=weights, wire=weights, grads=weights, gathered_bits=bits, rests=rests)
 
 
 def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms, kind: str, shapes: Sequence[Sequence[int]]) -> Dtypes:
@@ -129,7 +129,7 @@ def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms, kind: 
     row = block_of(shapes, recipe.align) if kind == "rows" and comms.dp.size > 1 else 0
     bits = None if row else _bits(comms, grads)
     sent = torch.uint8 if row or bits is not None else wire
-    dtypes = Dtypes(weights=weights, master=master, local=grads, wire=sent, grads=grads, wire_bits=bits, row=row, row_dtype=wire)
+    dtypes = Dtypes(weights=weights, master=master, wire=sent, grads=grads, wire_bits=bits, row=row, row_dtype=wire)
     return replace(dtypes, published_bits=8 if master != weights and _publishes_codes(recipe, comms) else None)
 
 
@@ -228,28 +228,13 @@ def allocate(recipe: Recipe, homes: Homes, plans: Sequence[UnitPlan]) -> list[Me
     by_family: dict[Differs, list[int]] = {}
     for i, plan in enumerate(plans):
         by_family.setdefault(plan.group.differs, []).append(i)
-        if plan.group.trainable:
-            _allocate_feedback(memories[i], plan.layout, plan.dtypes, recipe, plan.comms, homes.device)
     for _, indices in sorted(by_family.items()):
-        _allocate(recipe, plans[indices[0]].comms, indices, plans, memories, on_host=homes.lane is None)
+        _allocate(recipe, plans[indices[0]].comms, indices, plans, memories, homes)
     return memories
 
 
-def _allocate_feedback(memory: Memory, layout: Layout, dtypes: Dtypes, recipe: Recipe, comms: Comms, device: torch.device) -> None:
-    if recipe.feedback is None or dtypes.wire_bits is None:
-        return
-
-    def zeros(numel: int) -> Feedback:
-        return Feedback(torch.zeros(wire.nbytes(numel, 8), dtype=torch.uint8, device=device), recipe.feedback or 0.0)
-
-    memory.feedback = zeros(layout.numel)
-    if not recipe.placement.optim:
-        start, stop = layout.span(comms.dp.size, comms.dp.index)
-        memory.served = zeros(stop - start)
-
-
 def _allocate(
-    recipe: Recipe, comms: Comms, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory], *, on_host: bool
+    recipe: Recipe, comms: Comms, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory], homes: Homes
 ) -> None:
     """Allocate the buffers of the units with these indices, which are of one family."""
     place = recipe.placement
@@ -258,8 +243,7 @@ def _allocate(
         for i, buffer in zip(chosen, buffers or [], strict=False):
             setattr(memories[i], name, buffer)
 
-    trainable = [i for i in indices if plans[i].group.trainable]
-    in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and on_host)
+    in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and homes.lane is None)
     weights = [(plans[i].layout.numel, plans[i].dtypes.weights) for i in indices]
     _allocate_codes(comms, [i for i in indices if plans[i].dtypes.rests], plans, memories)
     if place.weights and not recipe.poison and in_place:
@@ -269,13 +253,29 @@ def _allocate(
         assign("full", indices, comms.dp.allocate(weights))
     if place.weights and comms.group is not None:
         _allocate_kept(comms.group, indices, plans, memories)
-    if not place.grads:
-        local = [(plans[i].layout.numel, plans[i].dtypes.local) for i in trainable]
-        assign("local", trainable, comms.dp.allocate(local))
+    trainable = [(memories[i], plans[i].layout, plans[i].dtypes) for i in indices if plans[i].group.trainable]
+    _allocate_gradients(recipe, comms, trainable, homes.device)
+
+
+def _allocate_gradients(recipe: Recipe, comms: Comms, units: Sequence[tuple[Memory, Layout, Dtypes]], device: torch.device) -> None:
+    """Allocate the buffers of trainable units of one family. Collective."""
+
+    def zeros(numel: int) -> Feedback:
+        return Feedback(torch.zeros(wire.nbytes(numel, 8), dtype=torch.uint8, device=device), recipe.feedback or 0.0)
+
+    spans = [stop - start for start, stop in (layout.span(comms.dp.size, comms.dp.index) for _, layout, _ in units)]
+    if not recipe.placement.grads:
+        buffers = comms.dp.allocate([(layout.numel, dtypes.grads) for _, layout, dtypes in units])
+        for (memory, _, _), buffer in zip(units, buffers, strict=True):
+            memory.local = buffer
     if comms.dp_replicate.size > 1:
-        spans = [plans[i].layout.span(comms.dp.size, comms.dp.index) for i in trainable]
-        shards = [(stop - start, plans[i].dtypes.grads) for i, (start, stop) in zip(trainable, spans, strict=True)]
-        assign("replica", trainable, comms.dp_replicate.allocate(shards))
+        buffers = comms.dp_replicate.allocate([(span, dtypes.grads) for (_, _, dtypes), span in zip(units, spans, strict=True)])
+        for (memory, _, _), buffer in zip(units, buffers, strict=True):
+            memory.replica = buffer
+    for (memory, layout, dtypes), span in zip(units, spans, strict=True):
+        if recipe.feedback is not None and dtypes.wire_bits is not None:
+            memory.feedback = zeros(layout.numel)
+            memory.served = None if recipe.placement.optim else zeros(span)
 
 
 def _allocate_codes(comms: Comms, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory]) -> None:
@@ -349,11 +349,7 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
         )
     kind, shapes = kind_of(unit.model_params[0]), [slot.shape for slot in layout.slots]
     dtypes = _trainable_dtypes(unit.dtypes.weights, recipe, comms, kind, shapes)
-    if not recipe.placement.grads:
-        unit.memory.local = comms.dp.allocate([(layout.numel, dtypes.local)])[0]
-    if comms.dp_replicate.size > 1:
-        unit.memory.replica = comms.dp_replicate.allocate([(unit.span[1] - unit.span[0], dtypes.grads)])[0]
-    _allocate_feedback(unit.memory, layout, dtypes, recipe, comms, unit.homes.device)
+    _allocate_gradients(recipe, comms, [(unit.memory, layout, dtypes)], unit.homes.device)
     start_training(unit, dtypes)
     if uses_ring(recipe, dtypes):
         slots.ensure((comms.carrier(dtypes), dtypes.wire), numel_on_wire(layout.numel, dtypes, comms.dp.size))
@@ -361,13 +357,13 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
 
 def uses_ring(recipe: Recipe, dtypes: Dtypes) -> bool:
     """Whether gradients of a trainable unit pass through a ring of buffers."""
-    return recipe.placement.grads or dtypes.wire != dtypes.local
+    return recipe.placement.grads or dtypes.wire != dtypes.grads
 
 
 def numel_on_wire(numel: int, dtypes: Dtypes, ranks: int) -> int:
     """Elements of a buffer that carries the gradients of a unit of `numel` elements between `ranks` ranks."""
     if dtypes.row:
-        itemsize = max(dtypes.row_dtype.itemsize, dtypes.local.itemsize)  # replicated gradients get the sums back through it
+        itemsize = max(dtypes.row_dtype.itemsize, dtypes.grads.itemsize)  # replicated gradients get the sums back through it
         return rows.wire_nbytes(numel, dtypes.row, itemsize, ranks)
     return wire_numel(numel, dtypes.wire_bits)
 

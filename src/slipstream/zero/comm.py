@@ -66,8 +66,8 @@ class Pending(Generic[T]):
         return self.result  # type: ignore[return-value]
 
     def then(self, use: Callable[[T], U]) -> Pending[U]:
-        """The operation followed by a function of its result."""
-        return Pending(lambda: use(self.wait()))
+        """The operation followed by a function of its result, which is called at once if nothing is left to wait for."""
+        return Pending(lambda: use(self.wait())) if self.finish is not None else Pending(None, use(self.wait()))
 
 
 class Comm(ABC):

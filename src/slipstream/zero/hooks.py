@@ -525,15 +525,11 @@ class Hooks:
 
     def has_gradients(self) -> bool:
         """Whether a backward has written gradients since the last step, or the script has set a `.grad`."""
-        units = [unit for unit in self.units if unit.trainable]
-        return self.backwards > 0 or any(unit.window.unreduced(i) is not None for unit in units for i in range(len(unit.params)))
+        return self.backwards > 0 or any(unit.trainable and unit.window.has_unreduced for unit in self.units)
 
     def leftovers(self) -> list[bool]:
         """Per unit, whether gradients are unreduced: late ones, and those of no_sync()."""
-        return [
-            unit.placement.grads and unit.trainable and any(unit.window.unreduced(i) is not None for i in range(len(unit.params)))
-            for unit in self.units
-        ]
+        return [unit.placement.grads and unit.trainable and unit.window.has_unreduced for unit in self.units]
 
     def step_done(self) -> None:
         """End the accumulation window."""

@@ -75,8 +75,8 @@ def overlap(a: Span, b: Span) -> Span:
     return start, max(start, min(a[1], b[1]))
 
 
-def _align(numel: int, align: int) -> int:
-    return -(-numel // align) * align
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def flat_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, align: int = ALIGN) -> Layout:
@@ -84,8 +84,8 @@ def flat_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, 
     slots, offset = [], 0
     for name, shape in shapes:
         slots.append(Slot(name, tuple(shape), offset))
-        offset += _align(math.prod(shape), align)
-    shard = _align(-(-offset // num_shards), align)
+        offset += round_up(math.prod(shape), align)
+    shard = round_up(-(-offset // num_shards), align)
     return Layout(tuple(slots), tuple(shard * i for i in range(num_shards + 1)))
 
 
@@ -105,14 +105,14 @@ def whole_layout(
     owner: dict[int, int] = {}
     for i in sorted(range(len(shapes)), key=lambda i: (-sizes[i], i)):
         owner[i] = min(range(num_shards), key=lambda shard: (load[shard], shard))
-        load[owner[i]] += _align(sizes[i], align)
+        load[owner[i]] += round_up(sizes[i], align)
     lengths = [0] * num_shards
     for i, (_, shape) in enumerate(shapes):
-        lengths[owner[i]] += _align(math.prod(shape), align)
+        lengths[owner[i]] += round_up(math.prod(shape), align)
     cuts = list(itertools.accumulate(lengths, initial=0))
     fill = cuts[:-1].copy()
     slots = []
     for i, (name, shape) in enumerate(shapes):
         slots.append(Slot(name, tuple(shape), fill[owner[i]]))
-        fill[owner[i]] += _align(math.prod(shape), align)
+        fill[owner[i]] += round_up(math.prod(shape), align)
     return Layout(tuple(slots), tuple(cuts))

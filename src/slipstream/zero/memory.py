@@ -94,19 +94,16 @@ def start_training(unit: Unit, dtypes: Dtypes) -> None:
         unit.reduction = comms.coded
     elif dtypes.row:
         unit.reduction = Rows(comms.dp, comms.family.weight, dtypes.row, dtypes.row_dtype)
-    unit.grads = _place_grads(unit)
+    local, replica = unit.memory.local, unit.memory.replica
+    if local is not None:
+        unit.grads = MemoryStore(local.tensor[slice(*unit.optim_span)])
+    elif replica is not None:
+        unit.grads = MemoryStore(replica.tensor)
+    else:
+        unit.grads = unit.homes.gradients(unit.span[1] - unit.span[0], dtypes.grads)
     if dtypes.master != dtypes.weights and unit.master.dtype != dtypes.master:
         unit.master = unit.homes.state(unit.master.numel, dtypes.master)
         copy_store(unit.master, unit.owned)
-
-
-def _place_grads(unit: Unit) -> Store:
-    local, replica = unit.memory.local, unit.memory.replica
-    if local is not None:
-        return MemoryStore(local.tensor[slice(*unit.optim_span)])
-    if replica is not None:
-        return MemoryStore(replica.tensor)
-    return unit.homes.gradients(unit.span[1] - unit.span[0], unit.dtypes.grads)
 
 
 def close(unit: Unit, *, on_disk: bool = False) -> None:

@@ -27,7 +27,7 @@ class Shown:
     """What a unit's parameters show. Their class is `plain` (their original class), reduced or released."""
 
     def __init__(self, unit: Unit, params: Sequence[nn.Parameter], full: Tensor, layout: Layout) -> None:
-        self.params, self.full, self.layout = params, full, layout
+        self.params, self.full = params, full
         self._plain = [type(param) for param in params]
         self._reduced, self._released = parameter_classes(unit)
         self._current: type[nn.Parameter] = nn.Parameter  # stands for `plain`
@@ -118,41 +118,19 @@ class Shown:
             if self._current is not nn.Parameter:
                 self.params[i].__class__ = self._current
 
-    # -- reads of released parameters --
-
-    def copy_on_read(self, unit: Unit) -> bool:
-        """Show a private copy, if reads do that; returns whether they do."""
-        if self.show_copy is not None:
-            self.show_copy(unit)
-            return True
-        return False
-
-    def record_read(self) -> None:
-        """Record a read that gathers the unit."""
-        self.pinned = True
-        self.read_in_graph |= torch.is_grad_enabled()
-
     # -- writes from outside --
 
-    def written(self) -> Iterator[int]:
-        """Yield the parameters that were written in place since the last `accept_write`; none while they are released.
-
-        Raises RuntimeError if a parameter has other memory than the full weights.
-        """
+    def changes(self) -> Iterator[tuple[int, bool]]:
+        """Yield each parameter that was written in place since the last `accept_write`, or that has other memory than the full
+        weights, and whether it has; none while they are released."""
         if self._current is self._released:
             return
         base = self.full.data_ptr()
         for i, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
-            if i in self.copies:
-                continue
-            if place is not None and (param.data_ptr() - base, param.stride()) != place:
-                raise RuntimeError(
-                    f"parameter {self.layout.slots[i].name!r} no longer lives in the engine's memory (model.to/half/cuda or "
-                    f"`p.data = ...` after initialize). Convert the model before initialize, or set precision in the config; "
-                    f"write values inside `with slipstream.zero.gathered(param):`"
-                )
-            if param._version != self._versions[i]:
-                yield i
+            if i not in self.copies:
+                is_moved = place is not None and (param.data_ptr() - base, param.stride()) != place
+                if is_moved or param._version != self._versions[i]:
+                    yield i, is_moved
 
     def is_written(self, i: int) -> bool:
         return self.params[i]._version != self._versions[i]
@@ -160,10 +138,6 @@ class Shown:
     def accept_write(self, i: int) -> None:
         """Record that the engine knows the current values of parameter i."""
         self._versions[i] = self.params[i]._version
-
-    def rename(self, layout: Layout) -> None:
-        """Change the names in error messages."""
-        self.layout = layout
 
     def close(self) -> None:
         """Drop the references to the full weights, whose memory is freed."""
@@ -180,7 +154,13 @@ def check_writes(unit: Unit) -> None:
 
     Raises RuntimeError if a parameter has other memory, or was written in place although its weights are sharded.
     """
-    for i in unit.shown.written():
+    for i, is_moved in unit.shown.changes():
+        if is_moved:
+            raise RuntimeError(
+                f"parameter {unit.names[i]!r} no longer lives in the engine's memory (model.to/half/cuda or `p.data = ...` after "
+                f"initialize). Convert the model before initialize, or set precision in the config; write values inside `with "
+                f"slipstream.zero.gathered(param):`"
+            )
         if unit.placement.weights:
             raise RuntimeError(
                 f"parameter {unit.names[i]!r} was written in place outside `slipstream.zero.gathered(...)`; its weights are "

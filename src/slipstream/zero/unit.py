@@ -82,9 +82,8 @@ class Dtypes:
 
     weights: torch.dtype
     master: torch.dtype
-    local: torch.dtype  # unreduced gradients (gradients are replicated)
     wire: torch.dtype  # gradients as they are communicated: uint8 for codes
-    grads: torch.dtype  # reduced gradients
+    grads: torch.dtype  # gradients that are stored, reduced or not
     wire_bits: int | None = None  # bits of a code on the wire; None: elements are sent
     gathered_bits: int | None = None  # bits of a code of gathered weights; None: elements are gathered
     published_bits: int | None = None  # bits of a code of an update's change to replicated weights; None: weights are published
@@ -178,13 +177,16 @@ class Unit:
         self._refuse_asleep()
         if not self.shown.reads_gather:
             return False
-        self.shown.record_read()
+        self.shown.pinned = True
+        self.shown.read_in_graph |= torch.is_grad_enabled()
         self.gather()
         return True
 
     def copy_on_read(self) -> bool:
         """Make the parameters plain views of a private copy if that is safe here (inside a surgery); returns whether it was."""
-        return self.shown.copy_on_read(self)
+        if self.shown.show_copy is not None:
+            self.shown.show_copy(self)
+        return self.shown.show_copy is not None
 
     def show_weights(self) -> None:
         """Restore the plain parameter classes before a forward."""
@@ -311,14 +313,11 @@ class Unit:
         (landing, accumulate), kept = self.window.open(self.homes, grads), self.memory.feedback
         pending = self.reduction.scatter(flat, buffer, self.cuts, landing.memory, kept, alpha=alpha, accumulate=accumulate)
 
-        def finish() -> None:
-            self.window.reduced(pending.wait())
+        def keep(partial: Partial) -> None:
+            self.window.reduced(partial)
             landing.write_back()
 
-        if pending.finish is None:  # nothing to wait for: write the sum back at once
-            finish()
-            return Pending(None)
-        return Pending(finish)
+        return pending.then(keep)
 
     def expect_reduce(self) -> None:
         """Start copying the gradient sum to the device, because this unit is reduced next. Advisory."""
@@ -426,7 +425,6 @@ class Unit:
         self.model_params = [leaf.whole for leaf in leaves]
         slots = zip(self.layout.slots, leaves, strict=True)
         self.layout = replace(self.layout, slots=tuple(replace(slot, name=leaf.name) for slot, leaf in slots))
-        self.shown.rename(self.layout)
 
     def unsharded_weights(self) -> Tensor:
         """Return the unsharded weights, flat, even if the parameters currently show other values. Collective."""

@@ -98,6 +98,11 @@ class UnitWindow:
         grad, kept = raw_grad(self.params[i]), self._sums.get(i)
         return grad if kept is None else kept if grad is None else kept + grad
 
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether this rank has gradients that have not been reduced yet."""
+        return bool(self._sums) or any(raw_grad(param) is not None for param in self.params)
+
     def pack(self, flat: Tensor) -> None:
         """Move the unreduced gradients, or zeros, into `flat`, the buffer of their reduction: on a GPU in one launch."""
         views: list[Tensor] = []

@@ -431,7 +431,7 @@ def _flows(stored: PredictedStates, counted: Counted, kind: Round) -> Flows:
         backward = gather.plus(Flow(wire=wire, to_host=away, disk_written=on_disk))
         return Flows(gather, backward, Flow(to_device=away, disk_read=on_disk), update)
     # replicated gradients are reduced once a step; if the optimizer is replicated, too, all ranks receive the sums
-    back = sent * part.dtypes.local.itemsize
+    back = sent * part.dtypes.grads.itemsize
     if part.dtypes.wire_bits is not None:
         back = wire_codes.nbytes(sent, 8 if setting.recipe.feedback is None else part.dtypes.wire_bits)
     wire_nbytes = wire if place.optim else wire + back

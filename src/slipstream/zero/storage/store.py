@@ -24,6 +24,7 @@ from torch import Tensor
 
 from slipstream.ops import wire
 from slipstream.ops.disk import Disk, aligned
+from slipstream.zero.layout import round_up
 from slipstream.zero.storage.lane import Event
 
 GRAIN = 4096  # elements: a page of the narrowest dtype
@@ -333,7 +334,3 @@ class Spaces(NamedTuple):
 
     def distinct(self) -> set[Space]:
         return {space for space in self if space is not None}
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -17,9 +17,9 @@ from typing import NamedTuple, cast
 from torch import Tensor
 
 from slipstream.ops.disk import Disk, Transfer, aligned
-from slipstream.zero.layout import Span
+from slipstream.zero.layout import Span, round_up
 from slipstream.zero.storage.lane import Event, Lane
-from slipstream.zero.storage.store import GRAIN, DiskStore, MemoryStore, Store, range_nbytes, round_up
+from slipstream.zero.storage.store import GRAIN, DiskStore, MemoryStore, Store, range_nbytes
 
 Parts = list[tuple[int, Tensor]]  # (byte offset in the file, memory)
 
