@@ -98,7 +98,7 @@ def test_bytes_of_local_steps_are_those_that_torch_sends(transport: str) -> None
             with sending() as counted:
                 engine.backward(engine(batch).square().mean())
                 engine.step()
-            moved = predict.round_nbytes(forecast.counted)
+            moved = predict.round_nbytes(forecast)
             expected = forecast.flow.wire + (moved if step % 3 == 2 else 0)
             assert 0 <= sum(counted) - expected < 200, (stage, step, counted, expected)
         assert explain.traffic_text(forecast) == f"each rank sends {explain.size(moved)} every 3 steps"

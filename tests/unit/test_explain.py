@@ -70,8 +70,8 @@ def test_a_plan_counts_signs_and_rows_of_a_model_on_meta() -> None:
     raw = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "slipstream": {"transport": "gloo"}}
     plan = resolve(raw, world=DataWorld(ranks=2), facts=ModelFacts(device_type="cpu", supports_bf16=True))
     mark_kinds(model, plan, *explain.optimizer_of(plan))
-    counted = predict.count(explain.parts_of(model, plan, 2), explain.setting_of(plan, 2, "cpu"))
-    forecast, rows = explain.Forecast(counted=counted), 4096 * 64 * 4
+    forecast = predict.Forecast.of(explain.parts_of(model, plan, 2), explain.setting_of(plan, 2, "cpu"))
+    rows = 4096 * 64 * 4
     assert forecast.flow.wire == rows + 64 * 64 * 4
     assert forecast.later[Round.SIGNS].wire == rows + 64 * 64 // 512 * 66
     assert forecast.later[Round.LOCAL].wire == 0

@@ -82,5 +82,5 @@ def _bytes(model: nn.Module, stage: int, weights: str, states: str, devices: int
     world = devices * nodes
     plan = resolve(config, world=DataWorld(ranks=world), facts=facts("cuda"))
     parts = explain.parts_of(model, plan, world)
-    peak = predict.peak(predict.count(parts, explain.setting_of(plan, world, "cuda")), predict.stated(parts, 0))
+    peak = predict.peak(predict.Forecast.of(parts, explain.setting_of(plan, world, "cuda")), predict.stated(parts, 0))
     return peak.total(Tier.HOST) * devices, peak.total(Tier.DEVICE)

@@ -54,7 +54,7 @@ def state_nbytes(plan: Plan, num_params: int, world: int) -> dict[str, int]:
     # as many parameters as ranks, because some optimizers take whole ones
     params = [torch.nn.Parameter(torch.empty(-(-num_params // world), device="meta")) for _ in range(world)]
     parts = explain.parts_of(torch.nn.ParameterList(params), plan, world)
-    lines = predict.idle_memory(predict.count(parts, explain.setting_of(plan, world, "cpu")))
+    lines = predict.Forecast.of(parts, explain.setting_of(plan, world, "cpu")).rest
     return {state: sum(line.nbytes for line in lines if line.state == state) for state in _STATES}
 
 
@@ -349,8 +349,7 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
         profile = profile_of(plan.activations.way == "recompute", plan.batch.micro_batch_size)
         matmul.use(plan.products == "fastest")  # measure the rate of the engine's products
         rates = calibrate.rates(profile.dtype, device, folder, rates_of(options.rate))
-    counted = predict.count(parts, explain.setting_of(plan, options.world, device))
-    forecast = explain.Forecast(counted=counted, profile=profile, rates=rates)
+    forecast = predict.Forecast.of(parts, explain.setting_of(plan, options.world, device), profile, rates)
     proposals: list[propose.Proposal] | propose.Least | None = None
     if profile_of is None and (idle := [f"--{name}" for name in ("memory", "rate") if getattr(options, name)]):
         raise ValueError(f"{idle[0]} needs the size of the activations; give --batch-shape 2x128, --batch or --activations 300M")

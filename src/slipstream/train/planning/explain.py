@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from slipstream.optim.onebit import rounds_of
 from slipstream.optim.rounds import Round
 from slipstream.optim.rules import Rule
 from slipstream.train.planning import predict
-from slipstream.train.planning.predict import Counted, Flow, Line, Peak, PredictedPart, Profile, Rates, Setting, Times
+from slipstream.train.planning.predict import Forecast, Line, PredictedPart, Setting, Times
 from slipstream.train.recipe import CODE_BITS, mark_kinds, recipe_of, rehearse
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis, Differs, Family
@@ -136,52 +135,6 @@ def _setting(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """The prediction for a run. `peak` and `times` are None if the activations are not known."""
-
-    counted: Counted
-    profile: Profile | None = None
-    rates: Rates | None = None
-
-    @property
-    def setting(self) -> Setting:
-        return self.counted.setting
-
-    @property
-    def parts(self) -> list[PredictedPart]:
-        return [stored.part for stored in self.counted.parts]
-
-    @property
-    def rest(self) -> tuple[Line, ...]:
-        return predict.idle_memory(self.counted)
-
-    @cached_property
-    def peak(self) -> Peak | None:
-        return None if self.profile is None else predict.peak(self.counted, self.profile)
-
-    @property
-    def flow(self) -> Flow:
-        """Traffic of one step; of a dense step, if the optimizer exchanges signs in other steps."""
-        return self.flow_of(Round.DENSE)
-
-    def flow_of(self, kind: Round) -> Flow:
-        return predict.traffic(self.counted, kind).step(self.setting.plan.batch.accumulation)
-
-    @property
-    def later(self) -> dict[Round, Flow]:
-        """Traffic of the other kinds of steps that the optimizer takes."""
-        rounds = self.setting.rounds
-        kinds = () if rounds is None else (Round.SIGNS, Round.LOCAL) if rounds.longest > 1 else (Round.SIGNS,)
-        return {kind: self.flow_of(kind) for kind in kinds}
-
-    @cached_property
-    def times(self) -> Times | None:
-        if self.profile is None or self.rates is None:
-            return None
-        return predict.times(self.counted, self.profile, self.rates)
-
-
 # -- of an engine --
 
 
@@ -196,7 +149,7 @@ def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
         from slipstream.train.planning.dry_run import dry_run  # torch's fake tensors are slow to import
 
         profile = dry_run(states.model, plan, args, kwargs, micro_batch_size=plan.batch.micro_batch_size)
-    return Forecast(counted=predict.count([part_of(unit) for unit in states.units], setting), profile=profile)
+    return Forecast.of([part_of(unit) for unit in states.units], setting, profile)
 
 
 def part_of(unit: Unit) -> PredictedPart:
@@ -257,7 +210,7 @@ def _traffic_rows(forecast: Forecast) -> list[str]:
     text = ["", "per step and rank", *(f"  {what:<22}{size(nbytes):>12}" for what, nbytes in moved or [("sent or read", 0)])]
     text += [f"  {f'sent, {_KINDS[kind]}':<22}{size(later.wire):>12}" for kind, later in forecast.later.items() if flow.wire]
     if every := forecast.setting.plan.local_steps.every:
-        text += [f"  {f'sent, every {every} steps':<22}{size(predict.round_nbytes(forecast.counted)):>12}"]
+        text += [f"  {f'sent, every {every} steps':<22}{size(predict.round_nbytes(forecast)):>12}"]
     rows = sum(part.sent_nbytes(part.numel) for part in forecast.parts if part.dtypes.row)
     return [*text, "  Rows are counted as if all have values; only those that have are sent."] if rows and flow.wire else text
 
@@ -281,7 +234,7 @@ def traffic_text(forecast: Forecast) -> str:
     sent = forecast.flow.wire
     text = [f"each rank sends {size(sent)} per step"] if sent else []
     text += [f"{size(later.wire)} per {_KINDS[kind]}" for kind, later in forecast.later.items() if sent]
-    if (every := forecast.setting.plan.local_steps.every) and (nbytes := predict.round_nbytes(forecast.counted)):
+    if (every := forecast.setting.plan.local_steps.every) and (nbytes := predict.round_nbytes(forecast)):
         text += [f"each rank sends {size(nbytes)} every {every} steps"]
     return ", ".join(text)
 
@@ -293,7 +246,7 @@ def as_dict(forecast: Forecast) -> dict[str, Any]:
         "memory": [line._asdict() | {"tier": line.tier.value} for line in (forecast.rest if peak is None else peak.lines)],
         "peak": None if peak is None else {"memory_bytes": peak.memory, "disk_bytes": peak.total(Tier.DISK), "when": peak.when},
         "traffic_per_step": forecast.flow._asdict(),
-        "round_bytes": predict.round_nbytes(forecast.counted) if forecast.setting.plan.local_steps.every else 0,
+        "round_bytes": predict.round_nbytes(forecast) if forecast.setting.plan.local_steps.every else 0,
         "traffic_per_later_step": {kind.value: flow._asdict() for kind, flow in forecast.later.items()},
         "busy_per_step": None if times is None else [cost._asdict() for cost in times.costs],
         "step_seconds": None if times is None else times.seconds,

@@ -15,6 +15,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -197,20 +198,88 @@ class PredictedStates(NamedTuple):
         return ((chunk, use) for chunk in self.chunks for use in chunk.uses.values())
 
 
-class Counted(NamedTuple):
-    """All parts' states, in the stores that an engine would make."""
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The prediction for a run: all parts' states, in the stores that an engine would make, and what follows from them.
+
+    `peak` and `times` are None if the activations are not known, `times` also without rates.
+    """
 
     setting: Setting
-    parts: Sequence[PredictedStates]
+    states: Sequence[PredictedStates]
     homes: Homes
+    profile: Profile | None = None
+    rates: Rates | None = None
 
+    @classmethod
+    def of(
+        cls, parts: Sequence[PredictedPart], setting: Setting, profile: Profile | None = None, rates: Rates | None = None
+    ) -> Forecast:
+        """Allocate the states of the parts as an engine does, on meta and in files that do not exist."""
+        space = Space(_no_file, 1 << 62)
+        homes = Homes(setting.recipe.tiers, META, Spaces(space, space), None if setting.on_host else CountingLane())
+        with META:  # the resident heads of states on disk
+            states = [_store(part, setting, homes) for part in parts]
+        return cls(setting=setting, states=states, homes=homes, profile=profile, rates=rates)
 
-def count(parts: Sequence[PredictedPart], setting: Setting) -> Counted:
-    """Allocate the states of the parts as an engine does, on meta and in files that do not exist."""
-    space = Space(_no_file, 1 << 62)
-    homes = Homes(setting.recipe.tiers, META, Spaces(space, space), None if setting.on_host else CountingLane())
-    with META:  # the resident heads of states on disk
-        return Counted(setting, [_store(part, setting, homes) for part in parts], homes)
+    @property
+    def parts(self) -> list[PredictedPart]:
+        return [stored.part for stored in self.states]
+
+    @property
+    def trained(self) -> list[PredictedPart]:
+        return [part for part in self.parts if part.trainable]
+
+    @cached_property
+    def rest(self) -> tuple[Line, ...]:
+        """Memory that is used at any time."""
+        setting = self.setting
+        totals: Counter[tuple[str, str, Tier]] = Counter()
+        rings: dict[tuple[Differs, torch.dtype], int] = {}
+        for stored in self.states:
+            part = stored.part
+            for state, what, store in stored.states:
+                totals[state, what, Tier.DISK] += _on_disk(store)
+                totals[state, what, Tier.DEVICE if type(store) in (MemoryStore, CodedStore) else setting.host] += (
+                    store.resident_nbytes
+                )
+            totals["weights", "kept of other groups", Tier.DEVICE] += setting.kept_nbytes(part)
+            if part.trainable and uses_ring(setting.recipe, part.dtypes):
+                key = part.differs, part.dtypes.wire  # one ring each, with buffers for the longest part
+                rings[key] = max(rings.get(key, 0), part.wire_nbytes)
+        if Form(dtype=setting.plan.precision.state_dtype).coded:
+            scales = sum(-(-setting.owned(part) // 256) * 4 for part in self.trained)
+            tier = Tier.DEVICE if setting.recipe.tiers.optim is Tier.DEVICE else setting.host
+            totals["optimizer", "scales of 8-bit moments", tier] = setting.num_moments * scales
+        chunk = max((chunk.nbytes() for stored in self.states for chunk in stored.chunks), default=0) if setting.streams else 0
+        to_disk = setting.recipe.tiers.grads(on_host=setting.on_host) is Tier.DISK
+        totals["buffers", "ring of gradients to other ranks", Tier.DEVICE] = NUM_BUFFERS * sum(rings.values())
+        totals["buffers", "ring of the optimizer's chunks", setting.host] = setting.plan.offload.num_buffers * chunk
+        totals["buffers", f"ring of gradients to the {'disk' if to_disk else 'host'}", Tier.DEVICE] = self.homes.nbytes
+        return tuple(Line(*key, nbytes) for key, nbytes in totals.items() if nbytes)
+
+    @cached_property
+    def peak(self) -> Peak | None:
+        return None if self.profile is None else peak(self, self.profile)
+
+    @property
+    def flow(self) -> Flow:
+        """Traffic of one step; of a dense step, if the optimizer exchanges signs in other steps."""
+        return self.flow_of(Round.DENSE)
+
+    def flow_of(self, kind: Round) -> Flow:
+        return traffic(self, kind).step(self.setting.plan.batch.accumulation)
+
+    @property
+    def later(self) -> dict[Round, Flow]:
+        """Traffic of the other kinds of steps that the optimizer takes."""
+        rounds = self.setting.rounds
+        kinds = () if rounds is None else (Round.SIGNS, Round.LOCAL) if rounds.longest > 1 else (Round.SIGNS,)
+        return {kind: self.flow_of(kind) for kind in kinds}
+
+    @cached_property
+    def times(self) -> Times | None:
+        return None if self.profile is None or self.rates is None else times(self, self.profile, self.rates)
 
 
 def _no_file(nbytes: int) -> Any:
@@ -277,64 +346,40 @@ class Peak(NamedTuple):
         return self.total(Tier.DEVICE, Tier.HOST)
 
 
-def idle_memory(counted: Counted) -> tuple[Line, ...]:
-    setting, parts, homes = counted
-    totals: Counter[tuple[str, str, Tier]] = Counter()
-    rings: dict[tuple[Differs, torch.dtype], int] = {}
-    for part, stored in ((stored.part, stored) for stored in parts):
-        for state, what, store in stored.states:
-            totals[state, what, Tier.DISK] += _on_disk(store)
-            totals[state, what, Tier.DEVICE if type(store) in (MemoryStore, CodedStore) else setting.host] += store.resident_nbytes
-        totals["weights", "kept of other groups", Tier.DEVICE] += setting.kept_nbytes(part)
-        if part.trainable and uses_ring(setting.recipe, part.dtypes):
-            key = part.differs, part.dtypes.wire  # one ring each, with buffers for the longest part
-            rings[key] = max(rings.get(key, 0), part.wire_nbytes)
-    if Form(dtype=setting.plan.precision.state_dtype).coded:
-        scales = sum(-(-setting.owned(stored.part) // 256) * 4 for stored in parts if stored.part.trainable)
-        tier = Tier.DEVICE if setting.recipe.tiers.optim is Tier.DEVICE else setting.host
-        totals["optimizer", "scales of 8-bit moments", tier] = setting.num_moments * scales
-    chunk = max((chunk.nbytes() for stored in parts for chunk in stored.chunks), default=0) if setting.streams else 0
-    to_disk = setting.recipe.tiers.grads(on_host=setting.on_host) is Tier.DISK
-    totals["buffers", "ring of gradients to other ranks", Tier.DEVICE] = NUM_BUFFERS * sum(rings.values())
-    totals["buffers", "ring of the optimizer's chunks", setting.host] = setting.plan.offload.num_buffers * chunk
-    totals["buffers", f"ring of gradients to the {'disk' if to_disk else 'host'}", Tier.DEVICE] = homes.nbytes
-    return tuple(Line(*key, nbytes) for key, nbytes in totals.items() if nbytes)
-
-
-def peak(counted: Counted, profile: Profile) -> Peak:
+def peak(forecast: Forecast, profile: Profile) -> Peak:
     """Peak memory of a step: the permanent memory, and the maximum over forward, backward, settle and update."""
-    moments = [*_computing(counted, profile), *_stepping(counted)]
+    moments = [*_computing(forecast, profile), *_stepping(forecast)]
     lines, when = max(moments, key=lambda moment: sum(line.nbytes for line in moment[0]))
-    return Peak((*idle_memory(counted), *(line for line in lines if line.nbytes)), when)
+    return Peak((*forecast.rest, *(line for line in lines if line.nbytes)), when)
 
 
-def _computing(counted: Counted, profile: Profile) -> Iterator[tuple[list[Line], str]]:
-    setting, trainable = counted.setting, [stored.part for stored in counted.parts if stored.part.trainable]
+def _computing(forecast: Forecast, profile: Profile) -> Iterator[tuple[list[Line], str]]:
+    setting, trained = forecast.setting, forecast.trained
     sharded = setting.recipe.placement.grads
     # without shared memory, a reduce-scatter of a part receives every rank's share of it
-    received = max((part.wire_nbytes for part in trainable if sharded and setting.sends(part)), default=0)
+    received = max((part.wire_nbytes for part in trained if sharded and setting.sends(part)), default=0)
     for i, moment in enumerate(profile.moments):
         gradients = moment.with_grads - moment.activations if sharded else 0
         lines = [
             Line("activations", "activations and temporaries", Tier.DEVICE, moment.activations),
             Line("gradients", "of units that are in backward", Tier.DEVICE, gradients),
-            Line("buffers", "gathered weights", Tier.DEVICE, _gathered(counted, profile.moments[i:])),
+            Line("buffers", "gathered weights", Tier.DEVICE, _gathered(forecast, profile.moments[i:])),
         ]
         if moment.phase == "backward":
             lines.append(Line("buffers", "received gradients", Tier.DEVICE, received))
         yield lines, f"{moment.phase} of {moment.block or 'the root'}"
 
 
-def _gathered(counted: Counted, moments: Sequence[Moment]) -> int:
+def _gathered(forecast: Forecast, moments: Sequence[Moment]) -> int:
     """Bytes of gathered weights: the root's, those of the block that computes, and those of the next one, prefetched."""
-    setting, phase, block = counted.setting, moments[0].phase, moments[0].block
+    setting, phase, block = forecast.setting, moments[0].phase, moments[0].block
     is_resident = setting.recipe.tiers.weights in (Tier.DEVICE, Tier.HOST if setting.on_host else Tier.DEVICE)
     is_common = setting.shared and not setting.recipe.poison and is_resident  # all ranks read the shards in shared memory
     if not setting.recipe.placement.weights:
         return 0
     following = next((each.block for each in moments[1:] if each.block not in ("", block) and each.phase == phase), "")
     nbytes = 0
-    for part in (stored.part for stored in counted.parts):
+    for part in forecast.parts:
         if is_common and not part.dtypes.rests:
             continue
         if part.block in {"", block, following}:
@@ -344,10 +389,10 @@ def _gathered(counted: Counted, moments: Sequence[Moment]) -> int:
     return nbytes
 
 
-def _stepping(counted: Counted) -> Iterator[tuple[list[Line], str]]:
+def _stepping(forecast: Forecast) -> Iterator[tuple[list[Line], str]]:
     """Between the last backward and the next forward."""
-    setting, trainable = counted.setting, [stored.part for stored in counted.parts if stored.part.trainable]
-    place, sending = setting.recipe.placement, [part for part in trainable if setting.sends(part)]
+    setting, trained = forecast.setting, forecast.trained
+    place, sending = setting.recipe.placement, [part for part in trained if setting.sends(part)]
     if sending and not place.grads:  # gloo's two threads fill a part each while a third is summed
         received = sum(sorted(part.wire_nbytes for part in sending)[-3:])
         yield [Line("buffers", "received gradients", Tier.DEVICE, received)], "settle"
@@ -359,7 +404,7 @@ def _stepping(counted: Counted) -> Iterator[tuple[list[Line], str]]:
         yield [Line("buffers", "weights being sent", Tier.DEVICE, sent)], "publish"
     temporary = 0
     if not setting.streams:  # a torch optimizer gets a part's gradients in the masters' dtype and needs as much for temporaries
-        temporary = 2 * max((setting.owned(part) * part.dtypes.master.itemsize for part in trainable), default=0)
+        temporary = 2 * max((setting.owned(part) * part.dtypes.master.itemsize for part in trained), default=0)
     yield [Line("buffers", "optimizer's temporaries", Tier.DEVICE, temporary)], "update"
 
 
@@ -390,28 +435,28 @@ class Flows(NamedTuple):
         return self.update.plus(micro, accumulation).plus(self.again, accumulation - 1)
 
 
-def traffic(counted: Counted, kind: Round = Round.DENSE) -> Flows:
+def traffic(forecast: Forecast, kind: Round = Round.DENSE) -> Flows:
     """Exact bytes over each link: a part's weights move twice a micro-batch, its gradients once, its states once a step.
 
     Rows count as if all had values. kind: the kind of step, if the optimizer exchanges signs.
     """
-    flows = [_flows(stored, counted, kind) for stored in counted.parts]
+    flows = [_flows(stored, forecast, kind) for stored in forecast.states]
     return Flows(*(functools.reduce(Flow.plus, phase, Flow()) for phase in zip(Flows(), *flows, strict=True)))
 
 
-def round_nbytes(counted: Counted) -> int:
+def round_nbytes(forecast: Forecast) -> int:
     """Bytes that a rank sends in a round of local steps: the differences of its span, and its part of their mean."""
-    setting, total = counted.setting, 0
+    setting, total = forecast.setting, 0
     exchange = setting.plan.local_steps.exchange
     bits, itemsize = {"int8": 8, "int4": 4}.get(exchange), {"bf16": 2}.get(exchange, 4)
-    for part in (stored.part for stored in counted.parts if stored.grads is not None):
+    for part in (stored.part for stored in forecast.states if stored.grads is not None):
         own = -(-part.span // (setting.replicas * wire_codes.WIRE_BLOCK)) * wire_codes.WIRE_BLOCK
         total += 2 * (setting.replicas - 1) * (own * itemsize if bits is None else wire_codes.nbytes(own, bits))
     return 0 if setting.shared else total
 
 
-def _flows(stored: PredictedStates, counted: Counted, kind: Round) -> Flows:
-    part, weights, setting = stored.part, stored.weights, counted.setting
+def _flows(stored: PredictedStates, forecast: Forecast, kind: Round) -> Flows:
+    part, weights, setting = stored.part, stored.weights, forecast.setting
     place, sent, gather, crossing = setting.recipe.placement, _ring(part.numel, part.ranks, setting), Flow(), 0
     groups = setting.num_groups(part)
     within, across = part.numel - part.numel * groups // part.ranks, part.numel * (groups - 1) // part.ranks
@@ -421,7 +466,7 @@ def _flows(stored: PredictedStates, counted: Counted, kind: Round) -> Flows:
         crossing = setting.gathered_nbytes(part, across)
     if stored.grads is None:
         return Flows(gather, gather)
-    update = _update(stored, counted).plus(Flow(wire=crossing))
+    update = _update(stored, forecast).plus(Flow(wire=crossing))
     if kind is Round.LOCAL or (kind is Round.SIGNS and not part.kind):
         signs = 0 if kind is Round.LOCAL else 2 * _ring(onebit.nbytes(part.numel), part.ranks, setting)  # there and back
         return Flows(gather, gather, Flow(), update.plus(Flow(wire=signs)))
@@ -438,9 +483,9 @@ def _flows(stored: PredictedStates, counted: Counted, kind: Round) -> Flows:
     return Flows(gather, gather, Flow(), update.plus(Flow(wire=wire_nbytes)))
 
 
-def _update(stored: PredictedStates, counted: Counted) -> Flow:
+def _update(stored: PredictedStates, forecast: Forecast) -> Flow:
     """Traffic once a step, except of gradients that are reduced then."""
-    part, setting = stored.part, counted.setting
+    part, setting = stored.part, forecast.setting
     place = setting.recipe.placement
     flow = Flow(wire=2 * _ring(part.span, part.copies, setting) * part.dtypes.grads.itemsize)
     if place.optim and not place.weights:  # publish
@@ -494,16 +539,16 @@ class Times(NamedTuple):
         return max(self.costs, key=lambda cost: cost.seconds).resource
 
 
-def times(counted: Counted, profile: Profile, rates: Rates) -> Times:
+def times(forecast: Forecast, profile: Profile, rates: Rates) -> Times:
     """Predict the time of a step and the busy time of each resource.
 
     Disk and host links overlap compute, and reads overlap writes. Collectives do not overlap (gloo's use the CPU). If weights are
     sharded and states stream from disk or are on the host, the update also overlaps the next forward (train/updater.py: Updater).
     If both run on the CPU, only the update's waiting time is hidden.
     """
-    setting, flows = counted.setting, traffic(counted)
+    setting, flows = forecast.setting, traffic(forecast)
     k = setting.plan.batch.accumulation
-    step, updated = flows.step(k), _update_nbytes(counted)
+    step, updated = flows.step(k), _update_nbytes(forecast)
     compute = {
         "forward": profile.forward.flops / rates.flops + profile.forward.nbytes / rates.memory,
         "backward": profile.backward.flops / rates.flops + profile.backward.nbytes / rates.memory,
@@ -523,7 +568,7 @@ def times(counted: Counted, profile: Profile, rates: Rates) -> Times:
     later = max(compute["backward"], moved(flows.backward.plus(flows.again))) + flows.backward.wire / rates.wire
     update = max(updated / rates.memory, moved(flows.update)) + flows.update.wire / rates.wire
     streams = setting.recipe.placement.weights and (
-        flows.update.disk_read or flows.update.disk_written or counted.homes.steps_on_host
+        flows.update.disk_read or flows.update.disk_written or forecast.homes.steps_on_host
     )
     hidden = min(forward, update - (updated / rates.memory if setting.on_host else 0.0)) if streams else 0.0
     flops = k * (profile.forward.flops + profile.backward.flops)
@@ -540,7 +585,7 @@ def times(counted: Counted, profile: Profile, rates: Rates) -> Times:
     return Times(used, k * forward + backward + (k - 1) * later + update - hidden)
 
 
-def _update_nbytes(counted: Counted) -> int:
+def _update_nbytes(forecast: Forecast) -> int:
     """Bytes that the optimizer reads and writes: gradients in, masters and moments in and out, weights out."""
-    uses = (each for stored in counted.parts for each in stored.uses)
+    uses = (each for stored in forecast.states for each in stored.uses)
     return sum((chunk.stop - chunk.start) * use.store.dtype.itemsize * (use.read + use.write) for chunk, use in uses)

@@ -19,8 +19,8 @@ import torch.nn as nn
 from slipstream.config.plan import OffloadPlan, Plan
 from slipstream.config.trial import nested
 from slipstream.train.planning import predict
-from slipstream.train.planning.explain import Forecast, optimizer_of, parts_of, seconds, setting_of, size
-from slipstream.train.planning.predict import Counted, Peak, Profile, Rates, count
+from slipstream.train.planning.explain import optimizer_of, parts_of, seconds, setting_of, size
+from slipstream.train.planning.predict import Forecast, Peak, Profile, Rates
 from slipstream.zero.placement import Tier
 
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # on disk
@@ -79,19 +79,18 @@ def survey(
     budget      bytes per rank, of the device if it is not the host, on top of the memory of Python and torch
     """
     tried = list[Proposal]()
-    counts: dict[tuple[int, bool, OffloadPlan], Counted] = {}
+    counts: dict[tuple[int, bool, OffloadPlan], Forecast] = {}
     optimizer = optimizer_of(plan)
 
     def proposed(changed: Plan) -> Proposal:
         setting = setting_of(changed, world, device, optimizer=optimizer)
         key = changed.zero.stage, changed.batch.accumulation > 1, changed.offload  # the states depend on nothing else
         if key not in counts:
-            counts[key] = count(parts_of(model, changed, world, optimizer), setting)
+            counts[key] = Forecast.of(parts_of(model, changed, world, optimizer), setting)
         profile = profile_of(changed.activations.way == "recompute", changed.batch.micro_batch_size)
-        counted = counts[key]._replace(setting=setting)
-        seconds = predict.times(counted, profile, rates).seconds
-        forecast = Forecast(counted=counted, profile=profile, rates=rates)
-        return Proposal(_changes(plan, changed), changed, forecast, predict.peak(counted, profile), seconds)
+        forecast = dataclasses.replace(counts[key], setting=setting, profile=profile, rates=rates)
+        seconds = predict.times(forecast, profile, rates).seconds
+        return Proposal(_changes(plan, changed), changed, forecast, predict.peak(forecast, profile), seconds)
 
     for variant in _variants(plan, model, world, device, folder if optimizer[1] is not None else None):
         for changed in _chunks(variant, device):
