@@ -242,7 +242,7 @@ def test_on_the_host_nothing_moves() -> None:
     host = HostMemory(layers.parameters(), min_bytes=1)
     plain = gradients(lambda block, h: block(h), layers)
     equal(gradients(lambda block, h: checkpoint(block, h, host=host), layers), plain)
-    assert not host.parcels and host.transfers == {torch.device("cpu"): None}
+    assert not host.parcels
 
 
 def test_inside_checkpoint() -> None:

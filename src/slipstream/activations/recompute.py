@@ -19,6 +19,7 @@ calls.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -143,8 +144,7 @@ class HostMemory:
         transfer: Callable[[torch.device], HostTransfer | None] = transfer_of,
     ) -> None:
         self.keep = {ref.cdata: ref for ref in (StorageWeakRef(tensor.untyped_storage()) for tensor in keep)}
-        self.min_bytes, self.transfer = min_bytes, transfer
-        self.transfers: dict[torch.device, HostTransfer | None] = {}
+        self.min_bytes, self.transfer = min_bytes, functools.cache(transfer)
         # By storage and version. A weak reference to a storage reserves its address, so the key of a live parcel is unique.
         self.parcels: weakref.WeakValueDictionary[tuple[int, int], _Parcel] = weakref.WeakValueDictionary()
         self.last: _SavedCall | None = None
@@ -165,9 +165,7 @@ class HostMemory:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:  # a parameter, or a tensor without a storage
             return tensor
         storage = tensor.untyped_storage()
-        if tensor.device not in self.transfers:
-            self.transfers[tensor.device] = self.transfer(tensor.device)
-        transfer = self.transfers[tensor.device]
+        transfer = self.transfer(tensor.device)
         if transfer is None or storage.nbytes() < self.min_bytes or storage._cdata in self.keep:
             return tensor
         key = (storage._cdata, tensor._version)

@@ -43,7 +43,7 @@ def connect_experts(engine: Engine) -> None:
         """Collective from the first call on."""
         return states.exchange(mesh.stage).sum(counts)
 
-    def connect(_: object = None) -> None:
+    def connect(_: object) -> None:
         for module in states.model.modules():
             if isinstance(module, MoE):
                 module.seed.value = lambda: precision.factor * window.share
@@ -71,8 +71,7 @@ def connect_experts(engine: Engine) -> None:
             if logs:
                 logger.info("%s", entry(watch.step, loads))
 
-    connect()
-    states.on_hooks.append(connect)
+    states.wire(connect)
     states.suspects.append(lambda: lost_tokens(by_name))
     states.after_step.append(end_step)
 

@@ -272,8 +272,7 @@ def drop_layers(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None
             elif takes and not staged:
                 hooks.handles.append(model.register_forward_pre_hook(_with_keywords(drop, engine), with_kwargs=True))
 
-        wire(states.hooks)
-        states.on_hooks.append(wire)
+        states.wire(wire)
         states.after_step.append(lambda _: drop.update_state(engine.global_steps))
 
     return connect

@@ -84,8 +84,7 @@ class SecondOrder:
             end = model.register_forward_hook(lambda *_: math_kernels.close(), always_call=True)
             hooks.handles += [model.register_forward_pre_hook(begin), end]
 
-        wire(states.hooks)
-        states.on_hooks.append(wire)
+        states.wire(wire)
         states.before_backward.append(lambda loss: self.measure(engine, loss))
 
         def warn(_: bool) -> None:

@@ -90,7 +90,7 @@ class States:
     before_backward: list[Callable[[Tensor], None]] = field(default_factory=list)  # called with the loss of `engine.backward`
     after_step: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether the step updated the weights
     suspects: list[Callable[[], str]] = field(default_factory=list)  # return what may have made gradients nonfinite, or ""
-    on_hooks: list[Callable[[Hooks], None]] = field(default_factory=list)  # called with new hooks after each surgery
+    on_hooks: list[Callable[[Hooks], object]] = field(default_factory=list)  # called with new hooks after each surgery
     outer: Outer | None = None  # train/local_steps.py
     average_ref: Callable[[], Average | None] = lambda: None  # of the slipstream.ema.Ema of these states; the user owns it
 
@@ -108,14 +108,14 @@ class States:
             call(hooks)
         self.known = frozenset(id(param) for param in self.model.parameters())
 
+    def wire(self, call: Callable[[Hooks], object]) -> None:
+        """Call with the present hooks, and again with new ones after each surgery."""
+        call(self.hooks)
+        self.on_hooks.append(call)
+
     def before_forward(self, hook: Callable[..., Any], **options: Any) -> None:
         """Call `hook` before each forward of the model. options: of `register_forward_pre_hook`"""
-
-        def wire(hooks: Hooks) -> None:
-            hooks.handles.append(self.model.register_forward_pre_hook(hook, **options))
-
-        wire(self.hooks)
-        self.on_hooks.append(wire)
+        self.wire(lambda hooks: hooks.handles.append(self.model.register_forward_pre_hook(hook, **options)))
 
     def refuse_unknown(self) -> None:
         """Raise ValueError if the model has a parameter that is in no unit, and so would be neither trained nor saved."""
