@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, mse_loss
 
 import slipstream
+from slipstream.checkpoint import CheckpointError
 from slipstream.parallel.layers import LayerSpec, TiedLayerSpec
 from slipstream.parallel.mail import PairMail
 from slipstream.parallel.module import DualPipeVModule, PipelineError, PipelineModule
@@ -368,6 +369,26 @@ def test_a_schedule_of_learning_rates_and_its_resumption(tmp_path: Path) -> None
     got = states_of(resumed)
     assert all(torch.equal(got[name], want[name]) for name in want)
     resumed.destroy()
+
+
+@distributed(world_size=2)
+def test_what_one_stage_alone_has_is_excluded_or_refused_on_all(tmp_path: Path) -> None:
+    """A layer that the checkpoint lacks, and one of another shape, both on the last stage."""
+
+    def ending(*last: LayerSpec) -> Any:
+        return make(PipelineModule([*layers()[:-1], *last], num_stages=2, loss_fn=mse_loss), 1, "gloo")
+
+    head = LayerSpec(nn.Linear, DIM, 4)
+    engine = ending(head)
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    engine = ending(head, LayerSpec(nn.LayerNorm, 4))
+    assert engine.load_checkpoint(str(tmp_path), exclude=["*8.*"])[0] is not None
+    engine.destroy()
+    engine = ending(LayerSpec(nn.Linear, DIM, 5))
+    with pytest.raises(CheckpointError, match=r"rank 1 of 2: .*has shape \(4, 8\) in the checkpoint and \(5, 8\)"):
+        engine.load_checkpoint(str(tmp_path))
+    engine.destroy()
 
 
 @distributed(world_size=4)

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,6 +26,7 @@ from torch import Tensor
 from slipstream import checkpoint
 from slipstream.activations.random_states import tracked
 from slipstream.checkpoint import CheckpointError, FlatSlice
+from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.stacks import restack
 from slipstream.data.sampler import OtherDataError
 from slipstream.optim.nested import Nested
@@ -76,11 +77,18 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
     optimizer = optimizer and not module_only and states.steps.has_optimizer
     metadata, parts = _restacked(states, metadata, step, exclude if strict else ["*"], optimizer=optimizer)
     states.steps.synchronize(states.units)
+    of_stages = entries.of_all_stages(dict.fromkeys((*entries.weights(states), *entries.buffers(states))), states.mesh)
+    request: _Request
     with ExitStack() as undo:  # [Note: All or nothing]
-        if optimizer:
-            _prepare_optimizer(states, metadata, exclude, undo)
-        request = _request(states, metadata, contents, exclude, optimizer=optimizer, averages=not module_only)
-        _check_shapes(step, metadata, request.tensors)
+
+        def prepare() -> None:
+            nonlocal request
+            if optimizer:
+                _prepare_optimizer(states, metadata, exclude, undo)
+            request = _request(states, metadata, of_stages, contents, exclude, optimizer=optimizer, averages=not module_only)
+            _check_shapes(metadata, request.tensors)
+
+        Ranks(group).gather(step, prepare)  # a stage may have other parameters than its checkpoint
 
         def accept(loaded: checkpoint.Loaded) -> None:
             if strict:
@@ -183,13 +191,20 @@ class _Request(NamedTuple):
 
 
 def _request(
-    states: States, metadata: checkpoint.Metadata, contents: str, exclude: Sequence[str], *, optimizer: bool, averages: bool
+    states: States,
+    metadata: checkpoint.Metadata,
+    of_stages: Collection[str],
+    contents: str,
+    exclude: Sequence[str],
+    *,
+    optimizer: bool,
+    averages: bool,
 ) -> _Request:
-    """Raises CheckpointError if a pattern of `exclude` matches nothing."""
+    """of_stages: the parameters and buffers of all stages. Raises CheckpointError if a pattern of `exclude` matches nothing."""
     present = {**entries.weights(states), **entries.buffers(states)}
     saved = [name for name in metadata.tensors if name.startswith(("model.", "buffer."))]
     for pattern in exclude:
-        if not any(entries.is_excluded(name, [pattern]) for name in (*present, *saved)):
+        if not any(entries.is_excluded(name, [pattern]) for name in (*of_stages, *saved)):
             raise CheckpointError(f"exclude={list(exclude)}: {pattern!r} matches no parameter or buffer of model or checkpoint")
 
     def included(tensors: Mapping[str, FlatSlice | Tensor]) -> dict[str, FlatSlice | Tensor]:
@@ -198,7 +213,6 @@ def _request(
     wanted = included(present)
     needed = entries.weights(states, exclude_frozen=True) if contents == "adapters" else wanted
     missing = [name for name in needed if name in wanted and name not in metadata.tensors]
-    of_stages = {name for names in states.mesh.pp.gather(list(present)) for name in names}
     surplus = [name for name in saved if name not in of_stages and not entries.is_excluded(name, exclude)]
     if optimizer:
         wanted |= included(entries.optimizer_tensors(states) | entries.outer(states))
@@ -209,7 +223,7 @@ def _request(
     return _Request(tensors, missing, surplus, lacking)
 
 
-def _check_shapes(step: str, metadata: checkpoint.Metadata, tensors: Mapping[str, FlatSlice | Tensor]) -> None:
+def _check_shapes(metadata: checkpoint.Metadata, tensors: Mapping[str, FlatSlice | Tensor]) -> None:
     shapes = {name: (metadata.tensors[name].shape, tuple(tensor.shape)) for name, tensor in tensors.items()}
     wrong = [
         f"{name.partition('.')[2]!r} has shape {saved} in the checkpoint and {present} in the model"
@@ -218,7 +232,7 @@ def _check_shapes(step: str, metadata: checkpoint.Metadata, tensors: Mapping[str
     ]
     if wrong:
         raise CheckpointError(
-            f"{step}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; exclude=[...] keeps the "
+            f"{'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; exclude=[...] keeps the "
             f"model's values of the parameters that its patterns match"
         )
 
@@ -411,7 +425,7 @@ def _prepare_optimizer(states: States, metadata: checkpoint.Metadata, exclude: S
             state, _, name = entry.partition(".")
             dtypes.setdefault(name, {})[state] = info.dtype
     if why := states.steps.nested.misfit(state for of_param in dtypes.values() for state in of_param):
-        raise CheckpointError(f"checkpoint {metadata.path} was not loaded: its {why}; {_OWN_OPTIMIZER}")
+        raise CheckpointError(f"its {why}; {_OWN_OPTIMIZER}")
     for piece in entries.pieces(states, exclude):
         undo.callback(states.steps.make_states(piece, dtypes.get(piece.name, {})))
 
