@@ -52,6 +52,7 @@ class PipelinedDecoder(nn.Module):
 
     reads_everywhere = True  # every stage reads masks and positions from the batch
     _chunks: list[DecoderChunk]
+    _whole: nn.Module  # the copy of the model with all of this rank's stages: its modules and parameters are this module's
     _positions: dict[str, int]  # the index of each parameter of the unsplit model, and of each module's first one
 
     def __init__(
@@ -93,12 +94,10 @@ class PipelinedDecoder(nn.Module):
         whole = self._part(model, self.stages)
         for tied in self.tied:
             _name_canonically(whole, tied, self.stages)
-        for name, child in whole.named_children():
-            self.add_module(name, child)
-        for name, param in whole._parameters.items():
-            self.register_parameter(name, param)
+        self._modules, self._parameters = whole._modules, whole._parameters
         # not registered: their parameters are this module's
-        self.__dict__["_chunks"] = [DecoderChunk(self, model, stage) for stage in self.stages]
+        self.__dict__["_whole"] = whole
+        self.__dict__["_chunks"] = [DecoderChunk(self, stage) for stage in self.stages]
 
     @classmethod
     def on_rank(cls, model: nn.Module, index: int, size: int, plan: PipelinePlan, **parts: Any) -> PipelinedDecoder:
@@ -107,15 +106,14 @@ class PipelinedDecoder(nn.Module):
         count = 2 if is_v else plan.chunks
         return cls(model, size * count, stages_of(size, plan.schedule, index, count), plan.partition, is_v=is_v, **parts)
 
-    def _part(self, model: nn.Module, stages: Sequence[int]) -> nn.Module:
+    def _part(self, model: nn.Module, stages: Sequence[int]) -> Any:
         """A copy of the model with the layers and modules of some stages; other modules with parameters are absent."""
         return _pruned(model, {name for name, stage in self._owners.items() if stage not in stages}, self.layers_name)
 
     def refresh(self) -> None:
-        """Give the chunks this model's current modules, after a change of the model."""
+        """Make the chunks of this model's current modules, after a change of the model."""
         for chunk in self._chunks:
-            _follow(self, chunk.part)
-            chunk._modules.update(chunk.part._modules)
+            chunk.consist_of(self)
 
     def position(self, name: str) -> int:
         """The index of a parameter in the unsplit model; for a new parameter, the index of the nearest module's first parameter."""
@@ -154,24 +152,16 @@ class DecoderChunk(nn.Module):
     runs: nn.Module  # the module that forward calls: the copy of the model, or of its body
     is_running = False
 
-    def __init__(self, owner: PipelinedDecoder, model: nn.Module, stage: int) -> None:
+    def __init__(self, owner: PipelinedDecoder, stage: int) -> None:
         super().__init__()
         self.__dict__["sequences"] = owner.sequences
         self.stage, self.is_first, self.is_last = stage, stage == 0, stage == owner.num_stages - 1
         self.start, self.stop = owner.parts[stage : stage + 2]
-        part = owner._part(model, [stage])
-        for name, child in part.named_children():
-            self.add_module(name, child)
-        self.__dict__["part"] = part
-        self.__dict__["runs"] = part if self.is_last else part.base_model  # the head would change hidden states
-        container = part.get_submodule(owner.layers_name)
-        _shorten_configs(part, container, owner.layers_name, self.start, self.stop)
-        blocks = list(container.children())
         self.entering: Tensor | None = None
         self.left: Tensor | None = None
         self.routers: tuple[Tensor, ...] = ()  # the router logits of the layers so far
-        base: Any = part.base_model
-        base.register_forward_hook(self._collect_routers)
+        self.consist_of(owner)
+        blocks = list(self.part.get_submodule(owner.layers_name).children())
         if not self.is_first:
             connect_before(blocks[0], self._enter)
             if owner.tokens is not None:
@@ -180,6 +170,15 @@ class DecoderChunk(nn.Module):
             if owner.tokens is not None:
                 gather_behind(blocks[-1], owner.tokens)
             connect_behind(blocks[-1], self._leave)
+
+    def consist_of(self, owner: PipelinedDecoder) -> None:
+        """Copy the owner's current modules of this stage."""
+        part = owner._part(owner._whole, [self.stage])
+        self._modules = part._modules
+        self.__dict__["part"] = part
+        self.__dict__["runs"] = part if self.is_last else part.base_model  # the head would change hidden states
+        _shorten_configs(part, owner.layers_name, self.start, self.stop)
+        part.base_model.register_forward_hook(self._collect_routers)
 
     def forward(self, x: Any, batch: Any = None) -> Any:
         """Return the hidden states (and router logits) for the next stage; the last stage returns the model's output."""
@@ -410,7 +409,6 @@ def _name_canonically(part: nn.Module, tied: Tied, stages: Sequence[int]) -> Non
 
 def _copy(module: nn.Module) -> nn.Module:
     """A module with the same children and parameters, and hooks of its own."""
-    vars(module).setdefault("_origin", object())  # all copies share it
     copied = copy.copy(module)
     for name, value in module.__dict__.items():
         if isinstance(value, dict):
@@ -418,23 +416,10 @@ def _copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _follow(current: nn.Module, copied: nn.Module) -> None:
-    """Adopt the modules and parameters that were replaced in another copy of the same model."""
-    copied._parameters.update({name: param for name, param in current._parameters.items() if name in copied._parameters})
-    for name, child in copied._modules.items():
-        new = current._modules.get(name)
-        if child is None or isinstance(child, _Absent) or new is None or new is child:
-            continue
-        if "_origin" in vars(child) and vars(child)["_origin"] is vars(new).get("_origin"):
-            _follow(new, child)
-        else:
-            copied._modules[name] = new
-
-
 def _pruned(module: nn.Module, absent: set[str], layers: str, prefix: str = "") -> nn.Module:
     """A copy of the modules on the path to the absent ones, without these: layers are left out, others have a stand-in."""
     touched = {name for name in absent if name.startswith(prefix)}
-    if not touched and not f"{layers}.".startswith(prefix or "."):
+    if not touched and not f"{layers}.".startswith(prefix):
         return module
     copied = _copy(module)
     for name, child in module.named_children():
@@ -444,11 +429,11 @@ def _pruned(module: nn.Module, absent: set[str], layers: str, prefix: str = "") 
         elif f"{prefix}".removesuffix(".") == layers:
             del copied._modules[name]
         else:
-            copied._modules[name] = _Absent(child)
+            copied._modules[name] = child if isinstance(child, _Absent) else _Absent(child)
     return copied
 
 
-def _shorten_configs(part: nn.Module, container: nn.Module, layers: str, start: int, stop: int) -> None:
+def _shorten_configs(part: nn.Module, layers: str, start: int, stop: int) -> None:
     """Give the module that runs the layers a config with the number of its layers, because its forward counts by it."""
     parent = part.get_submodule(layers.rpartition(".")[0])
     config = getattr(parent, "config", None)
