@@ -27,6 +27,7 @@ from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.gguf_file import open_gguf, read_gguf
 from slipstream.inference.load import LoadedModel, is_config, load
+from slipstream.inference.models import ids_of
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.on_disk import WeightMemory
 from slipstream.inference.ranks import ServingRanks
@@ -107,8 +108,8 @@ class _Vectors(NamedTuple):
 class _Ready(NamedTuple):
     forward: Opened
     target: UpdateTarget | str  # what `update_weights` overwrites, or the reason that it cannot
-    kind: str  # a value of `precision.DTYPES`, "blocks", or "disk"
     weights: str  # for the engine's description
+    module: Callable[[], torch.nn.Module] | str  # for `InferenceEngine.module`, or the reason that there is none
     ends: tuple[int, ...]
     metadata: Mapping[str, Any]  # of a GGUF file; else empty
     embeds: _Vectors | None = None  # None: a decoder
@@ -169,7 +170,7 @@ def assemble(
     if mode := sparse_mode(source):
         logger.warning("%s was trained with block-sparse attention (mode %r), and is served with all scores", name, mode)
     if served.embeds is not None:
-        return _embedding(served, served.embeds, own_tokenizer, name, _module(source, served.kind, place, group), ranks)
+        return _embedding(served, served.embeds, own_tokenizer, name, ranks)
     drafted = _add_draft(loop, runner.vocab_size, own_tokenizer, place, sizes)
     engine = Engine(
         runner,
@@ -187,18 +188,10 @@ def assemble(
     description = f"{name}: {served.weights}, {served.forward.forward}, {sizes_text}{drafted}"
     if ranks is not None:
         ranks.start(runner.follow, engine.fail)
-    module = _module(source, served.kind, place, group)
-    return Assembled(engine, description, served.target, module, ranks, served.forward.close, served.dtype)
+    return Assembled(engine, description, served.target, served.module, ranks, served.forward.close, served.dtype)
 
 
-def _embedding(
-    served: _Ready,
-    embeds: _Vectors,
-    tokenizer: Tokenizer | None,
-    name: str,
-    module: Callable[[], torch.nn.Module] | str,
-    ranks: ServingRanks | None,
-) -> Assembled:
+def _embedding(served: _Ready, embeds: _Vectors, tokenizer: Tokenizer | None, name: str, ranks: ServingRanks | None) -> Assembled:
     runner, (pooling, classifier, vocab_size) = cast("Any", served.forward.runner), embeds
     vectors = EmbeddingEngine(
         runner, tokenizer, pooling, vocab_size=vocab_size, model_name=name, classifier=classifier, closed=_leader_of(ranks)
@@ -207,7 +200,7 @@ def _embedding(
     description = f"{name}: {served.weights}, {served.forward.forward}, {does} of {vectors.max_context:,} tokens"
     if ranks is not None:
         ranks.start(runner.follow, vectors.fail)
-    return Assembled(vectors, description, _EMBEDS, module, ranks, dtype=served.dtype)
+    return Assembled(vectors, description, _EMBEDS, served.module, ranks, dtype=served.dtype)
 
 
 def _leader_of(ranks: ServingRanks | None) -> str:
@@ -322,8 +315,8 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
     return _Ready(
         forward=forward,
         target=fixed or UpdateTarget.decoder(loaded.config, loaded.weights),
-        kind="disk" if sizes.memory else "blocks" if blocks else loaded.opening.kind,
         weights=weights + (f" ({loaded.opening.why})" if loaded.opening.why else ""),
+        module=_LAYERS_ON_DISK if sizes.memory else _module(source, "blocks" if blocks else loaded.opening.kind, place, group),
         ends=loaded.config.end_ids,
         metadata=loaded.gguf,
         embeds=embeds,
@@ -351,9 +344,9 @@ def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: i
     return _Ready(
         forward=open_generic(live, sizes),
         target=_SPLIT if sizes.ranks else _ONCE if kind in precision.QUANTIZED else UpdateTarget.module(live),
-        kind=kind,
         weights=_weights_text(kind, live.dtype),
-        ends=_end_ids(live),
+        module=_module(source, kind, place, group),
+        ends=ids_of(getattr(live.generation_config if live.can_generate() else live.config, "eos_token_id", None)),
         metadata=read_gguf(source).metadata if isinstance(source, Path) and source.is_file() else {},
     )
 
@@ -375,9 +368,7 @@ def _cut(live: Any, ranks: ServingRanks) -> None:
 
 
 def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Callable[[], torch.nn.Module] | str:
-    """A function that creates the module for `InferenceEngine.module`, or the reason that there is none. `kind`: as in `_Ready`."""
-    if kind == "disk":
-        return _LAYERS_ON_DISK
+    """As `_Ready.module`. `kind`: of `precision.DTYPES`, or "blocks"."""
     if kind in (*precision.QUANTIZED, "blocks"):
         form = "the blocks of their file" if kind == "blocks" else kind
         return f"its weights are kept in {form}, for generating only; open the model with dtype bf16, fp16 or fp32"
@@ -448,8 +439,3 @@ def _transformers_model(source: Any, kind: str, place: torch.device, group_size:
     if ranks is not None:
         _cut(own.to(place), ranks)  # cut first, then quantize only this process's part
     return (generic.quantize_model(own, kind, group_size=group_size) if quantized else own).to(place)
-
-
-def _end_ids(live: Any) -> tuple[int, ...]:
-    ends = getattr(live.generation_config, "eos_token_id", None) if live.can_generate() else live.config.eos_token_id
-    return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)

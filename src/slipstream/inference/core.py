@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -319,7 +320,7 @@ class ChunkSpan(NamedTuple):
 
 
 class BatchNumbers(NamedTuple):
-    """What a forward reads of a batch, or of whole texts: int32. Other processes compute their parts from the same numbers."""
+    """What a forward reads of a batch, or of whole texts. Other processes compute their parts from the same int32 arrays."""
 
     copies: array[int]  # blocks (from, to) to copy before, one pair after the other
     ids: array[int]  # tokens
@@ -330,6 +331,11 @@ class BatchNumbers(NamedTuple):
     table_at: array[int]  # [chunks], offsets of the chunks in `tables`
     logit_rows: array[int]  # indices in `ids` of the tokens after which logits are needed
     types: array[int]  # token types; empty: all are 0
+    adapters: Sequence[Any] = ()  # of the chunks (`Request.adapter`); empty: none has one
+
+    @property
+    def arrays(self) -> tuple[array[int], ...]:
+        return self[:-1]
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -342,9 +348,12 @@ class BatchNumbers(NamedTuple):
         return [ChunkSpan(begin, end, start, length, blocks) for (begin, end), start, length, blocks in of_chunks]
 
 
+NUM_ARRAYS = len(BatchNumbers._fields) - 1
+
+
 def numbers_of(batch: Batch, block_size: int) -> BatchNumbers:
     """The numbers of a batch's first step."""
-    numbers = BatchNumbers(*(array("i") for _ in BatchNumbers._fields))
+    numbers, adapters = BatchNumbers(*(array("i") for _ in range(NUM_ARRAYS))), [chunk.request.adapter for chunk in batch.chunks]
     numbers.copies.extend(chain.from_iterable(batch.copies))
     for chunk in batch.chunks:
         numbers.first_row.append(len(numbers.ids))
@@ -356,7 +365,7 @@ def numbers_of(batch: Batch, block_size: int) -> BatchNumbers:
         numbers.tables.extend(chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft) + batch.steps - 1) // block_size)])
         numbers.logit_rows.extend(range(len(numbers.ids) - chunk.num_rows, len(numbers.ids)))
     numbers.first_row.append(len(numbers.ids))
-    return numbers
+    return numbers._replace(adapters=adapters) if any(adapters) else numbers
 
 
 def numbers_of_texts(texts: Sequence[Sequence[int]], block_size: int, types: Sequence[Sequence[int]] | None = None) -> BatchNumbers:
@@ -410,3 +419,22 @@ class Runner(Protocol):
 # each completed step, one per request, or -1 if none can be drawn. The last step is `batch.steps`, or the first that draws an end
 # token or -1.
 Generate = Callable[[Batch, Any, Any], list[list[int]]]
+
+
+class PartRunner(ABC):
+    """A `Runner` that computes from numbers, and so its part of a forward that several processes compute together."""
+
+    block_size: int
+
+    @abstractmethod
+    def run(self, numbers: BatchNumbers) -> Any:
+        """Make the copies and return what `forward` does or, if the model has no head, what `hidden` does."""
+
+    def forward(self, batch: Batch) -> Any:
+        """As `Runner.forward`; torch's logits are on the cache's device."""
+        return self.run(numbers_of(batch, self.block_size))
+
+    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Any:
+        """The last layer's outputs after the final norm, fp32 [tokens of all texts, hidden], from position 0 on, of a model without
+        a head. `types`: of the tokens. The cache must have room for all tokens; its blocks are overwritten."""
+        return self.run(numbers_of_texts(texts, self.block_size, types))

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.inference.config import NORMS, Latent, Layer, RoutedExperts, TransformerConfig
-from slipstream.inference.core import Batch, BatchNumbers, numbers_of, numbers_of_texts
+from slipstream.inference.core import BatchNumbers, PartRunner
 from slipstream.inference.decoder import add_experts, choose, learnt, soft_cap
 from slipstream.inference.joined import JoinedParts
 from slipstream.inference.kv_cache import KVCache
@@ -306,7 +306,7 @@ class _Step(NamedTuple):
 _UNUSED = (0, 0, 0, 1, -1, 0, 0, 0, 0)  # pads the lists of a step with rows that belong to no request
 
 
-class CudaDecoder:
+class CudaDecoder(PartRunner):
     """Weights and cache are on one device. `max_batch`: rows of the largest graph, one per request (0: no graphs). `exchange`: as
     in `JoinedParts`; with graphs, its operations must be capturable."""
 
@@ -345,17 +345,8 @@ class CudaDecoder:
 
     # -- running --
 
-    def forward(self, batch: Batch) -> Tensor:
-        """As `core.Runner.forward`; the logits are on the cache's device."""
-        return self.run(numbers_of(batch, self.block_size))
-
-    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """As `decoder.Decoder.hidden`."""
-        return self.run(numbers_of_texts(texts, self.block_size, types))
-
     @torch.inference_mode()
     def run(self, numbers: BatchNumbers) -> Tensor:
-        """As `decoder.Decoder.run`."""
         with self._here():
             self.cache.copy(numbers.pairs)
             one_row_each = self.config.has_head and len(numbers.ids) == len(numbers.start)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.inference.config import Latent, Layer, Rope, RoutedExperts, TransformerConfig
-from slipstream.inference.core import Batch, BatchNumbers, numbers_of, numbers_of_texts
+from slipstream.inference.core import BatchNumbers, PartRunner
 from slipstream.inference.joined import JoinedParts
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp, put
@@ -79,8 +79,8 @@ def head_shapes(config: TransformerConfig) -> list[HeadShape]:
     return [HeadShape(own.stop - own.start, config.head_dim)] * len(config.layers)
 
 
-class Decoder:
-    """A `core.Runner`. Weights and inputs are on the cache's device. `exchange`: as in `JoinedParts`."""
+class Decoder(PartRunner):
+    """Weights and inputs are on the cache's device. `exchange`: as in `JoinedParts`."""
 
     generate = None  # it does not run several steps per call
 
@@ -108,18 +108,8 @@ class Decoder:
             if layer.rope
         }
 
-    def forward(self, batch: Batch) -> Tensor:
-        """As `core.Runner.forward`; the logits are on the cache's device."""
-        return self.run(numbers_of(batch, self.block_size))
-
-    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """Of a model without a head: the last layer's outputs after the final norm, fp32 [tokens of all texts, hidden]. Overwrites
-        the cache."""
-        return self.run(numbers_of_texts(texts, self.block_size, types))
-
     @torch.inference_mode()
     def run(self, numbers: BatchNumbers) -> Tensor:
-        """Logits, or what `hidden` returns."""
         self.cache.copy(numbers.pairs)
         inputs, w = inputs_of(numbers, self.cache), self.weights
         x = self._hidden(inputs)

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.config import huggingface
-from slipstream.inference.core import Batch, BatchNumbers, Chunk, Request, SamplingParams, numbers_of
-from slipstream.inference.decoder import Inputs, RowSpan, attend, inputs_of, visible
+from slipstream.inference.core import Batch, BatchNumbers, Chunk, PartRunner, Request, SamplingParams
+from slipstream.inference.decoder import Inputs, RowSpan, add_experts, attend, inputs_of, visible
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.models import is_encoder
@@ -130,8 +130,8 @@ def _rope_limits(model: Any) -> Iterator[tuple[int, str]]:
                 yield p.get("original_max_position_embeddings") or config.max_position_embeddings, kind
 
 
-class GenericDecoder:
-    """A `core.Runner` for a live `PreTrainedModel`, which it sets to evaluation mode. The cache must have `cache_shapes`."""
+class GenericDecoder(PartRunner):
+    """For a live `PreTrainedModel`, which it sets to evaluation mode. The cache must have `cache_shapes`."""
 
     generate = None  # it does not run several steps per call
 
@@ -145,10 +145,6 @@ class GenericDecoder:
         self._fused = "position_ids" in parameters and self._fused_agrees()
         if over_processes and not self._fused:  # one by one, only a process with non-finite values would compute again
             raise UnsupportedModel(f"{type(model).__name__} computes one request after another, so it is not cut over processes")
-
-    def forward(self, batch: Batch) -> Tensor:
-        """As `core.Runner.forward`; the logits are on the cache's device."""
-        return self.run(numbers_of(batch, self.block_size))
 
     @torch.inference_mode()
     def run(self, numbers: BatchNumbers) -> Tensor:
@@ -352,13 +348,14 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, d], top_k_index and top_k_weights [T, k] -> [T, d]; sums are fp32."""
+
+        def compute(expert: int, rows: Tensor) -> Tensor:
+            hidden = self.first[expert](rows)
+            output: Tensor = self.down[expert](self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden))
+            return output.float()
+
         out = torch.zeros(hidden_states.shape, device=hidden_states.device)
-        for expert in top_k_index.unique().tolist():
-            tokens, routes = (top_k_index == expert).nonzero(as_tuple=True)
-            hidden = self.first[expert](hidden_states[tokens])
-            hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-            weights = top_k_weights[tokens, routes, None].float()
-            out.index_add_(0, tokens, self.down[expert](hidden).float() * weights)
+        add_experts(out, hidden_states, top_k_weights, top_k_index, range(len(self.down)), compute)
         return out.to(hidden_states.dtype)
 
 

@@ -24,7 +24,7 @@ from slipstream.config import huggingface
 from slipstream.inference.config import ModelPart, Rope, TransformerConfig
 from slipstream.inference.families import FAMILIES, UnsupportedModel
 from slipstream.inference.gguf_file import GgufFile, GgufTensor, form_of, is_block, matrix, read_gguf
-from slipstream.inference.models import MisfitError, from_hf, from_state, head_name, is_encoder, outline, shape_of
+from slipstream.inference.models import MisfitError, from_hf, from_state, head_name, ids_of, is_encoder, outline, shape_of
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
 from slipstream.inference.quantized_files import restored
 from slipstream.inference.runner import why_not_native
@@ -174,8 +174,7 @@ def _stored(state: Mapping[str, Matrix]) -> torch.dtype:
 
 def _with_ends(config: TransformerConfig, ends: Any) -> TransformerConfig:
     """Add the end tokens of generation_config, which may have more than the configuration (a chat model's end of turn)."""
-    more = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
-    return replace(config, end_ids=tuple(dict.fromkeys((*config.end_ids, *more))))
+    return replace(config, end_ids=tuple(dict.fromkeys((*config.end_ids, *ids_of(ends)))))
 
 
 # -- A folder --------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,6 @@ def from_hf(config: Mapping[str, Any]) -> TransformerConfig:
     _check_supported(family, row, c)
     heads = c["num_attention_heads"]
     bias = bool(c["attention_bias"])
-    ends = c.get("eos_token_id")
     values: dict[str, Any] = {
         "family": family,
         "vocab_size": c["vocab_size"],
@@ -61,7 +60,7 @@ def from_hf(config: Mapping[str, Any]) -> TransformerConfig:
         "qkv_bias": bias,
         "out_bias": bias,
         "mlp_bias": bool(c["mlp_bias"]),
-        "end_ids": () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,),
+        "end_ids": ids_of(c.get("eos_token_id")),
     }
     values |= {name: value(c) if callable(value) else value for name, value in row.fields.items()}
     kinds = row.kinds(c)
@@ -73,6 +72,11 @@ def from_hf(config: Mapping[str, Any]) -> TransformerConfig:
         for i, (kind, window) in enumerate(kinds)
     )
     return TransformerConfig(layers=layers, **values)
+
+
+def ids_of(tokens: Any) -> tuple[int, ...]:
+    """None, one token or several, as configurations give their end tokens."""
+    return () if tokens is None else tuple(tokens) if isinstance(tokens, list | tuple) else (tokens,)
 
 
 def _check_supported(family: str, row: FamilyRow, c: Keys) -> None:

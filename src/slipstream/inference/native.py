@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slipstream.inference.adapters import ROLES
 from slipstream.inference.config import NO_LATENT, NORMS, RoutedExperts, TransformerConfig
-from slipstream.inference.core import Batch, BatchNumbers, Chunk, Generate, numbers_of, numbers_of_texts
+from slipstream.inference.core import Batch, BatchNumbers, Generate, PartRunner, numbers_of, numbers_of_texts
 from slipstream.inference.decoder import learnt
 from slipstream.inference.kv_cache import untouched_zeros
 from slipstream.inference.models import rope_table, shape_of
@@ -245,7 +245,7 @@ def _put_vector(kept: Tensor, stored: Callable[[Tensor], Tensor], weight: Matrix
     kept.copy_(stored(dequantize(weight).detach().float()).flatten())
 
 
-class NativeDecoder:
+class NativeDecoder(PartRunner):
     """Runs batches on `threads` cores. Raises ValueError if `why_not` returns a reason."""
 
     def __init__(
@@ -697,12 +697,6 @@ class NativeDecoder:
             self._model.final_norm.weight = norm
         return torch.from_numpy(self._logits[: len(x)]).clone()
 
-    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """Return the last layer's outputs after the final norm, fp32 [tokens of all texts, hidden], from position 0 on. `types`: of
-        their tokens. For a model without a head whose cache holds all these tokens; the cache's blocks are overwritten."""
-        hidden: Tensor = self.run(numbers_of_texts(texts, PANEL, types))
-        return hidden
-
     def _run_rows(self, x: Tensor, numbers: BatchNumbers) -> None:
         """Row i of `x` replaces the embedding of token i."""
         x = x.contiguous()
@@ -714,13 +708,7 @@ class NativeDecoder:
         finally:
             model.embed, model.embed_codes, model.embed_type, model.embed_scale = saved
 
-    def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
-        logits: np.ndarray[Any, np.dtype[np.float32]] = self.run(numbers_of(batch, PANEL), batch.chunks)
-        return logits
-
-    def run(self, numbers: BatchNumbers, chunks: Sequence[Chunk] = ()) -> Any:
-        """Compute this process's part of a forward: the results of `forward` or, without a head, of `hidden`. `chunks`: those with
-        adapters."""
+    def run(self, numbers: BatchNumbers) -> Any:
         config, num = self.config, len(numbers.ids)
         assert config.has_head or len(numbers.tables) <= self.num_blocks, "the cache holds all tokens"
         if not config.part.has_head:
@@ -728,7 +716,7 @@ class NativeDecoder:
         if config.pad_token >= 0:
             positions = torch.tensor([position for span in numbers.spans() for position in range(span.stop)])
             numbers = numbers._replace(types=array("i", learnt(config, torch.tensor(numbers.ids), positions).tolist()))
-        self._run(numbers, chunks)
+        self._run(numbers)
         if config.has_head:
             return self._logits[: len(numbers.logit_rows)]
         return self._scratch["normed"][: num * config.hidden_size].view(num, -1).clone()
@@ -739,7 +727,7 @@ class NativeDecoder:
         return self._generate if self.store is None and self.layer_store is None else None
 
     def _generate(self, batch: Batch, draws: Draws, stop: ctypes.c_int32) -> list[list[int]]:
-        numbers = self._place(numbers_of(batch, PANEL), batch.chunks)
+        numbers = self._place(numbers_of(batch, PANEL))
         self._batch.first_layer, self._batch.until_layer = 0, len(self.config.layers)
         num, tokens = len(numbers.ids), array("q", bytes(8 * len(numbers.ids) * batch.steps))
         arrays = (draws.uniforms, draws.ends, draws.first_end)
@@ -751,37 +739,36 @@ class NativeDecoder:
             raise MemoryError(f"no memory for a forward of {num} tokens")
         return [tokens[step * num : (step + 1) * num].tolist() for step in range(steps.done)]
 
-    def _place(self, numbers: BatchNumbers, chunks: Sequence[Chunk] = ()) -> BatchNumbers:
+    def _place(self, numbers: BatchNumbers) -> BatchNumbers:
         """Make them the inputs of the next call, after their copies. The result, which has turns for lengths, must outlive it."""
         self.copy(numbers.pairs)
         self._allocate(len(numbers.ids), len(numbers.logit_rows))
         numbers, record = numbers._replace(lengths=array("i", map(self._turn, numbers.lengths))), self._batch
         record.num_rows, record.num_sequences, record.num_logits = len(numbers.ids), len(numbers.start), len(numbers.logit_rows)
-        for name, values in zip(_NUMBERS, numbers[1:], strict=True):
+        for name, values in zip(_NUMBERS, numbers.arrays[1:], strict=True):
             setattr(record, name, values.buffer_info()[0] if name != "types" or values else None)
         record.adapters = None
-        if any(chunk.request.adapter is not None for chunk in chunks):
-            self._place_adapters(chunks)
+        if numbers.adapters:
+            self._place_adapters(numbers)
         return numbers
 
-    def _place_adapters(self, chunks: Sequence[Chunk]) -> None:
+    def _place_adapters(self, numbers: BatchNumbers) -> None:
         """Pass the adapter's address or 0 of each row, the first rows of tiles of one adapter, and the end."""
         rows, tiles = array("Q"), array("i")
-        for adapter, of_one in groupby(chunks, key=lambda chunk: chunk.request.adapter):
+        for adapter, of_one in groupby(zip(numbers.adapters, pairwise(numbers.first_row), strict=True), key=lambda pair: pair[0]):
             first = len(rows)
-            rows.extend([0 if adapter is None else adapter.address] * sum(chunk.num_tokens for chunk in of_one))
+            rows.extend([0 if adapter is None else adapter.address] * sum(end - begin for _, (begin, end) in of_one))
             tiles.extend(range(first, len(rows), _ROWS))
         tiles.append(len(rows))
-        rank = max(chunk.request.adapter.rank for chunk in chunks if chunk.request.adapter is not None)
+        rank = max(adapter.rank for adapter in numbers.adapters if adapter is not None)
         if self._low.numel() < (numel := len(rows) * len(ROLES) * rank):
             self._low = torch.empty(numel, dtype=torch.float32, device="cpu")
         self._adapters, record = (rows, tiles), self._batch  # the arrays must outlive the call
         record.adapters, record.low_tiles, record.low = rows.buffer_info()[0], tiles.buffer_info()[0], self._low.data_ptr()
         record.low_size, record.num_tiles = rank, len(tiles) - 1
 
-    def _run(self, numbers: BatchNumbers, chunks: Sequence[Chunk] = ()) -> None:
-        """Run one forward; arguments as in `run`."""
-        numbers = self._place(numbers, chunks)
+    def _run(self, numbers: BatchNumbers) -> None:
+        numbers = self._place(numbers)
         record = self._batch
         store = self.layer_store
         for number, (record.first_layer, record.until_layer) in enumerate(pairwise(self._stops)):

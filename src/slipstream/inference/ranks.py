@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.inference.config import ModelPart
-from slipstream.inference.core import Batch, BatchNumbers, Runner, numbers_of, numbers_of_texts
+from slipstream.inference.core import NUM_ARRAYS, BatchNumbers, PartRunner, Runner
 from slipstream.inference.load import LoadedModel
 from slipstream.ops import cpu, words
 from slipstream.parallel.exchange import Exchange, connect_activations
@@ -214,7 +214,7 @@ class ServingRanks:
         """Rank 0's context for its part of a forward, which the others start too. An error inside is final for all."""
         if self.why:
             raise self.error()
-        message = b"".join((array("i", map(len, numbers)), *numbers))
+        message = b"".join((array("i", map(len, numbers.arrays)), *numbers.arrays))
         if self.on_one_host:
             self._post(message)
         else:
@@ -255,7 +255,7 @@ class ServingRanks:
         return False
 
     def _received(self) -> BatchNumbers:
-        sizes = array("i", bytes(self._message[: 4 * len(BatchNumbers._fields)]))
+        sizes = array("i", bytes(self._message[: 4 * NUM_ARRAYS]))
         ends = accumulate(sizes, initial=len(sizes))
         return BatchNumbers(*(array("i", bytes(self._message[4 * start : 4 * stop])) for start, stop in pairwise(ends)))
 
@@ -375,7 +375,7 @@ def message_nbytes(max_rows: int, runner: Runner) -> int:
     return 4 * (max_rows * (7 + blocks) + 2 * runner.num_blocks + 16)
 
 
-class RanksRunner:
+class RanksRunner(PartRunner):
     """Wraps the runner of this process's part; rank 0's calls are followed by the other processes.
 
     All processes exchange what a forward computes, so all are in it before rank 0 leaves it."""
@@ -383,7 +383,6 @@ class RanksRunner:
     generate = None  # it does not run several steps per call
 
     def __init__(self, own: Any, ranks: ServingRanks, device: torch.device) -> None:
-        """own: `decoder.Decoder`, or a runner with the same methods."""
         self.own, self.ranks, self._device = own, ranks, device
         self.num_blocks, self.block_size, self.vocab_size = own.num_blocks, own.block_size, own.vocab_size
         self.max_context, self.short_context, self.config = own.max_context, own.short_context, getattr(own, "config", None)
@@ -391,13 +390,7 @@ class RanksRunner:
     def put(self, role: str, weight: Any) -> None:
         raise AssertionError(f"{role}: a model over processes is opened again for new weights")
 
-    def forward(self, batch: Batch) -> Any:
-        return self._lead(numbers_of(batch, self.block_size))
-
-    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Any:
-        return self._lead(numbers_of_texts(texts, self.block_size, types))
-
-    def _lead(self, numbers: BatchNumbers) -> Any:
+    def run(self, numbers: BatchNumbers) -> Any:
         with self.ranks.forward(numbers):
             return self.follow(numbers)
 
