@@ -351,12 +351,9 @@ class ProcessGroupComm(Comm):
 
     def swap(self, buffer: Buffer, cuts: Cuts, use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
         full, numel = buffer.tensor[: cuts[-1]], cuts[self.index + 1] - cuts[self.index]
-        item, received = full.element_size(), self._receiver(full.new_empty(numel * self.size))
-        number = self._launch(operation, full.nbytes, full.nbytes - numel * item)
-        lengths = [(b - a) * item for a, b in itertools.pairwise(cuts)]
-        work = self._all_to_all(received, self._sender(full), [numel * item] * self.size, lengths)
-        running = self._running(work, operation, number)
-        return running.then(lambda _: use([span.to(self.device) for span in received.view(self.size, numel).unbind(0)]))
+        received, lengths = full.new_empty(numel * self.size), [b - a for a, b in itertools.pairwise(cuts)]
+        moving = self.all_to_all(received, full, [numel] * self.size, lengths, operation, full.nbytes)
+        return moving.then(lambda _: use(list(received.view(self.size, numel).unbind(0))))
 
     def swap_some(
         self, buffer: Buffer, cuts: Cuts, lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
@@ -373,7 +370,9 @@ class ProcessGroupComm(Comm):
         counts = torch.tensor(lengths, device="cpu" if self.on_host else self.device)
         counts_here = torch.empty_like(counts)
         number = self._launch(f"lengths of {operation}", counts.nbytes)
-        self._finish(self._all_to_all(counts_here, counts, [8] * self.size, [8] * self.size), operation, number, is_read=True)
+        item = [counts.element_size()] * self.size
+        work = dist.all_to_all_single(_bytes(counts_here), _bytes(counts), item, item, group=self.group, async_op=True)
+        self._finish(work, operation, number, is_read=True)
         sizes = counts_here.tolist()
         received = torch.empty(sum(sizes), dtype=sent.dtype, device=sent.device)
         return self.all_to_all(received, sent, sizes, lengths).then(lambda _: use(list(received.split(sizes))))
@@ -383,28 +382,27 @@ class ProcessGroupComm(Comm):
         return self.gather_into(buffer.tensor[: cuts[-1]], buffer.tensor[start:stop].clone(), cuts)
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
-        item = full.element_size()
-        lengths = [(b - a) * item for a, b in itertools.pairwise(cuts)]
-        number = self._launch("all-gather", full.nbytes, shard.nbytes * (self.size - 1))
-        received, sent = self._receiver(full), _bytes(self._sender(shard))
-        if len(set(lengths)) == 1:
-            gather = newest("all_gather_single", "all_gather_into_tensor")
-            work: Any = gather(_bytes(received), sent, group=self.group, async_op=True)
-        else:
-            work = self._all_to_all(received, sent.repeat(self.size), lengths, [sent.numel()] * self.size)
+        lengths = [b - a for a, b in itertools.pairwise(cuts)]
+        if len(set(lengths)) > 1:
+            sent = shard.repeat(self.size)
+            return self.all_to_all(full, sent, lengths, [shard.numel()] * self.size, "all-gather", full.nbytes)
+        number, received = self._launch("all-gather", full.nbytes), self._receiver(full)
+        gather = newest("all_gather_single", "all_gather_into_tensor")
+        work: Any = gather(_bytes(received), _bytes(self._sender(shard)), group=self.group, async_op=True)
         return self._landing(work, "all-gather", number, received, full)
 
-    def all_to_all(self, out: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int]) -> Pending[None]:
-        """Send `send[r]` elements of `sent` to each rank, and fill `out` with `receive[r]` from each, in rank order."""
-        item = sent.element_size()
-        number = self._launch("all-to-all", 0, (sum(send) - send[self.index]) * item)  # sizes may differ between ranks
-        received = self._receiver(out)
-        work = self._all_to_all(received, self._sender(sent), [n * item for n in receive], [n * item for n in send])
-        return self._landing(work, "all-to-all", number, received, out)
+    def all_to_all(
+        self, out: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int], operation: str = "all-to-all", nbytes: int = 0
+    ) -> Pending[None]:
+        """Send `send[r]` elements of `sent` to each rank, and fill `out` with `receive[r]` from each, in rank order.
 
-    def _all_to_all(self, out: Tensor, sent: Tensor, receive: list[int], send: list[int]) -> Any:
-        """Launch an all-to-all; the lists are in bytes."""
-        return dist.all_to_all_single(_bytes(out), _bytes(sent), receive, send, group=self.group, async_op=True)
+        nbytes: of the whole buffer; 0: sizes may differ between ranks
+        """
+        item, received = sent.element_size(), self._receiver(out)
+        number = self._launch(operation, nbytes, (sum(send) - send[self.index]) * item)
+        lengths = [n * item for n in receive], [n * item for n in send]
+        work = dist.all_to_all_single(_bytes(received), _bytes(self._sender(sent)), *lengths, group=self.group, async_op=True)
+        return self._landing(work, operation, number, received, out)
 
     def _landing(self, work: Any, operation: str, number: int, received: Tensor, out: Tensor) -> Pending[None]:
         """An operation that receives into `out`, or into host memory that is then copied to `out`."""

@@ -201,35 +201,26 @@ class SharedComm(Comm):
             self.wait_read(buffer, rank, buffer.posted, "buffer reuse")
 
     def all_gather(self, buffer: Buffer, cuts: Cuts) -> Pending[None]:
-        posted = self.post(buffer)
+        def copy(spans: list[Tensor]) -> None:
+            for rank, span in enumerate(spans):
+                if rank != self.index:
+                    ops.copy_stream(buffer.tensor[cuts[rank] : cuts[rank + 1]], span)
 
-        def finish() -> None:
-            for rank in range(self.size):
-                if rank != self.index and cuts[rank] < cuts[rank + 1]:
-                    self.wait_posted(buffer, rank, posted, "all-gather")
-                    span = slice(cuts[rank], cuts[rank + 1])
-                    ops.copy_stream(buffer.tensor[span], buffer.peers[rank][span])
-            self.mark_read(buffer, posted)
-
-        return Pending(finish)
+        return self._used(buffer, cuts, range(self.size), copy, "all-gather")
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         raise AssertionError("shared memory gathers common buffers in place")
 
     def gather_rows(self, full: Tensor, own: Buffer, rows: Sequence[Sequence[int]]) -> Pending[None]:
-        posted = self.post(own)
-
-        def finish() -> None:
-            for rank, peer in enumerate(own.peers):
-                self.wait_posted(own, rank, posted, "all-gather")
+        def copy(peers: list[Tensor]) -> None:
+            for rank, peer in enumerate(peers):
                 at = 0
                 for row in rows:
                     span = full[row[rank] : row[rank + 1]]
                     ops.copy_stream(span, peer[at : at + span.numel()])
                     at += span.numel()
-            self.mark_read(own, posted)
 
-        return Pending(finish)
+        return self._used(own, (0, own.tensor.numel()), [0] * self.size, copy, "all-gather")
 
     def publish(self, common: Buffer) -> None:
         self.post(common)
