@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -24,6 +24,7 @@ from slipstream.ops import matmul
 from slipstream.quantized.linear import QuantizedEmbedding, nothing
 from slipstream.quantized.rules import quantize_by_rules, rules_of
 from slipstream.train.curriculum import shorten_sequences
+from slipstream.train.engine import Engine
 from slipstream.train.figures import monitor
 from slipstream.train.layer_drop import drop_layers
 from slipstream.train.noise import follow_noise
@@ -32,9 +33,6 @@ from slipstream.train.second_order import SecondOrder, mean_over, most_over
 from slipstream.train.trial import follow_trial
 from slipstream.zero.init import Load, sources
 from slipstream.zero.wrap import LEAF_RULES, mark_leaves
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from slipstream.activations.blocks import Shadow
+from slipstream.config.features import Compile
 from slipstream.zero.wrap import repeated_blocks
-
-if TYPE_CHECKING:
-    from slipstream.config.features import Compile
 
 
 class Compiled(Shadow):

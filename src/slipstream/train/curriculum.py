@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.config.plan import Plan
 from slipstream.data.schedules import CurriculumScheduler
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
+from slipstream.train.engine import Engine
 
 _KEYWORD = "curriculum_seqlen"
 

@@ -20,12 +20,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
+from slipstream.train.engine import Engine
 from slipstream.train.gate import Obstacle
 from slipstream.train.saving import entries
 from slipstream.train.saving.entries import spread_weights
@@ -34,9 +35,6 @@ from slipstream.zero.leaves import whole_shape
 from slipstream.zero.shown import check_writes
 from slipstream.zero.storage.store import Store, copy_store, pieces
 from slipstream.zero.unit import Unit
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 
 class Ema:

@@ -17,23 +17,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from slipstream.activations import blocks
+from slipstream.checkpoint.pretrained import dtype_of, num_bytes
 from slipstream.config.plan import BatchPlan
+from slipstream.moe.load import ExpertLoad, meters, sum_loads
 from slipstream.ops.disk import DiskError
-from slipstream.train import compiled, named, window
+from slipstream.parallel.exchange import Exchange
+from slipstream.train import compiled, handover, named, sleep, window
 from slipstream.train.deepspeed_names import explain_missing
 from slipstream.train.gate import IGNORED_BLOCKS, Obstacle
+from slipstream.train.planning import explain
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
-from slipstream.train.saving import optimizer_state
+from slipstream.train.saving import entries, hugging_face, optimizer_state
+from slipstream.train.saving.load import Wanted, load
+from slipstream.train.saving.save import Contents, Saves
 from slipstream.train.schedules import advance
 from slipstream.train.states import States
+from slipstream.train.surgery import Surgery
 from slipstream.train.window import AccumulationWindow, Verdict, judge
 from slipstream.world.watch import PeerError
 from slipstream.zero import access, memory
@@ -43,12 +50,6 @@ from slipstream.zero.hooks import Hooks, Reducer
 from slipstream.zero.leaves import cuts_of, identity
 from slipstream.zero.storage.store import DiskStore
 from slipstream.zero.unit import Unit
-
-if TYPE_CHECKING:
-    from slipstream.moe.load import ExpertLoad
-    from slipstream.parallel.exchange import Exchange
-    from slipstream.train.saving.save import Contents
-    from slipstream.train.surgery import Surgery
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +98,6 @@ class Engine(nn.Module):
 
     def __init__(self, states: States, precision: Precision) -> None:
         super().__init__()
-        from slipstream.train.saving.save import Saves
-
         self.module, self.states = states.model, states
         self.plan, self.mesh, self.device = states.plan, states.mesh, states.device
         self.watch, self.gate, self.precision = states.watch, states.gate, precision
@@ -311,8 +310,6 @@ class Engine(nn.Module):
 
         Every rank holds the whole model, twice during the call; `save_checkpoint` never gathers it.
         """
-        from slipstream.train.saving import entries
-
         with access.gathered_units(self._all_params(), None, write=False):
             state = self.module.state_dict(*args, **kwargs)
         copies = self._joined_parts(state)
@@ -452,9 +449,6 @@ class Engine(nn.Module):
         only_trainable: without frozen parameters and buffers. For a model with PEFT adapters the folder holds the base model with
         the adapters merged, as in `named_weights`; with only_trainable it is a PEFT adapter folder.
         """
-        from slipstream.checkpoint.pretrained import dtype_of, num_bytes
-        from slipstream.train.saving import hugging_face
-
         file_dtype, nbytes = dtype_of(dtype), num_bytes(max_shard_size)
         path = _folder("save_pretrained(save_directory=)", save_directory)
         with self.together("save_pretrained"):
@@ -476,8 +470,6 @@ class Engine(nn.Module):
         load_module_strict=False loads the names that model and checkpoint share. exclude: patterns ("head.*") of parameters and
         buffers that keep their current values and optimizer states, for a model that has changed. A failed load changes nothing.
         """
-        from slipstream.train.saving.load import Wanted, load
-
         folder = _folder("load_checkpoint(load_dir=)", load_dir)
         with self.together("load_checkpoint"):
             self.saves.finish()
@@ -532,15 +524,11 @@ class Engine(nn.Module):
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """Return a table of bytes per rank: memory by state, traffic by link; given a batch (arguments of `forward`), the peak."""
-        from slipstream.train.planning import explain
-
         return explain.table(explain.of_states(self.states, *args, **kwargs))
 
     def expert_load(self) -> dict[str, ExpertLoad]:
         """Return the load of the experts in the last step, over all ranks, by the name of their layer: the number of routes to each
         expert, the share of dropped routes, and the mean auxiliary loss. Collective. In a pipeline: the layers of this stage."""
-        from slipstream.moe.load import meters, sum_loads
-
         by_name = meters(self.module)
         with self.together("expert_load"):
             total = self.states.exchange(self.mesh.dense.both).sum
@@ -572,8 +560,6 @@ class Engine(nn.Module):
         Raises RuntimeError in the middle of an accumulation window, ValueError if ranks made different changes. After an exception
         inside, the engine continues if the model is unchanged; otherwise it needs another surgery first.
         """
-        from slipstream.train.surgery import Surgery
-
         with self.together("surgery"):
             operation = Surgery(self.states, group, self.wire)
             operation.begin()
@@ -597,8 +583,6 @@ class Engine(nn.Module):
 
         Collective: every rank iterates to the end. A tensor is valid until the next one is requested. PEFT adapters are merged.
         """
-        from slipstream.train import handover
-
         with self.together("named_weights"):
             yield from handover.stream(self.states)
 
@@ -618,16 +602,12 @@ class Engine(nn.Module):
         or "disk", an unnamed file in the folder `path`. Without weights nothing runs; without the other states, forwards under
         `torch.no_grad()` do.
         """
-        from slipstream.train import sleep
-
         kinds = sleep.check(include, device, path, self.device)
         with self.together("sleep"), torch.no_grad():
             return sleep.put(self.states, kinds, path if device == "disk" else None)
 
     def wake(self) -> None:
         """Restore the states that `sleep` moved away. Collective; a no-op if the engine is awake."""
-        from slipstream.train import sleep
-
         if self.states.asleep is not None:
             with self.together("wake"), torch.no_grad():
                 sleep.wake(self.states)

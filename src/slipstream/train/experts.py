@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,8 @@ from slipstream.moe.huggingface import ForeignExperts
 from slipstream.moe.layer import MoE
 from slipstream.moe.listed import ListedExperts, experts_in
 from slipstream.moe.load import LoadMeter, Sum, entry, lost_tokens, meters, sum_loads
+from slipstream.train.engine import Engine
 from slipstream.zero.leaves import cuts_of, is_stack
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 Move = Callable[[Tensor], object]  # takes signs, int64 [num_experts]: 1 raises an expert's bias by one step
 

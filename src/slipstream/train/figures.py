@@ -6,7 +6,7 @@ Rank 0 alone has monitors. A step's figures are read after the step, when the ve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from slipstream.config.plan import Plan, describe
 from slipstream.moe import expert_loads
 from slipstream.observe import report
 from slipstream.observe.monitors import check_packages, open_monitors
+from slipstream.train.engine import Engine
 from slipstream.world.host import Resident
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 # Per weight and token: 2 in the forward, 4 in the backward, of which 2 are for the weight's own gradient (Kaplan et al.,
 # arXiv:2001.08361).

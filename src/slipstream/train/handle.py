@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
+from slipstream.train.engine import Engine
+from slipstream.train.saving import optimizer_state
 
 
 class OptimizerHandle(torch.optim.Optimizer):
@@ -58,15 +58,11 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole model's state in torch's format on every rank. Collective. `save_checkpoint` needs no such copy."""
-        from slipstream.train.saving import optimizer_state
-
         with self.engine.together("optimizer.state_dict"):
             return optimizer_state.gather(self.engine.states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this optimizer, or of a plain torch one over the same model. Collective; same on all ranks."""
-        from slipstream.train.saving import optimizer_state
-
         with self.engine.together("optimizer.load_state_dict"):
             optimizer_state.load(self.engine.states, state_dict)
 

@@ -55,6 +55,7 @@ from slipstream.train.handle import OptimizerHandle
 from slipstream.train.loaders import Loader, build_loader, scaled_schedule
 from slipstream.train.local_steps import LocalSteps
 from slipstream.train.pipeline import agree_on_kinds, kept, pipeline_engine, prepare
+from slipstream.train.planning import explain
 from slipstream.train.precision import Precision, buffer_rule
 from slipstream.train.progress import log_layout, log_plan
 from slipstream.train.recipe import CODE_BITS, build_optimizer, mark_kinds, recipe_of, scheduler_of, warn_of_frozen
@@ -281,11 +282,9 @@ def _log_config(plan: Plan, loaded: LoadedConfig, overrides: Mapping[str, Any], 
 
 
 def _log_traffic(engine: Engine) -> None:
-    if engine.mesh.is_first and engine.mesh.world.size > 1 and logger.isEnabledFor(logging.INFO):
-        from slipstream.train.planning import explain  # slow to import
-
-        if text := explain.traffic_text(explain.of_states(engine.states)):
-            logger.info("%s (engine.explain() has the parts)", text)
+    shows = engine.mesh.is_first and engine.mesh.world.size > 1 and logger.isEnabledFor(logging.INFO)
+    if shows and (text := explain.traffic_text(explain.of_states(engine.states))):
+        logger.info("%s (engine.explain() has the parts)", text)
 
 
 def _first_values(model: nn.Module, mesh: Mesh, device: torch.device) -> FirstValues:

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -32,11 +32,9 @@ from torch import Tensor, nn
 
 from slipstream.config.plan import Plan
 from slipstream.parallel.around import first_of, input_of, unwrap, with_first, wrap
+from slipstream.train.engine import Engine
 from slipstream.zero.hooks import Hooks
 from slipstream.zero.wrap import repeated_blocks
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -25,12 +25,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
+from slipstream.config import schema
 from slipstream.ops import wire
 from slipstream.ops.wire import WIRE_BLOCK, Feedback
 from slipstream.train.saving import entries
@@ -42,9 +43,6 @@ from slipstream.zero.comm import Buffer, Comm, Pending, sum_over
 from slipstream.zero.reduction import Coded, Dense, Reduction, Rounded, wire_numel
 from slipstream.zero.storage.store import Store, copy_store, read, write
 from slipstream.zero.unit import Unit
-
-if TYPE_CHECKING:
-    from slipstream.config import schema
 
 log = logging.getLogger(__name__)
 

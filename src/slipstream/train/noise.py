@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from slipstream.config.plan import AdaptivePlan, Plan
 from slipstream.data.batching import VariableBatchSizeLR
+from slipstream.train.engine import Engine
 from slipstream.zero.hooks import Phase
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,8 @@ from slipstream.config.plan import Plan
 from slipstream.data.sampler import generator_of
 from slipstream.data.schedules import fixed_root
 from slipstream.parallel.around import Around, first_of, input_of, unwrap, with_first, wrap
+from slipstream.train.engine import Engine
 from slipstream.zero.wrap import repeated_blocks
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 _KEY = "data_efficiency.data_routing.random_ltd"
 

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slipstream.compression.eigenvalue import Eigenvalue, Mean
 from slipstream.compression.layers import Compressed
+from slipstream.train.engine import Engine
 from slipstream.zero.hooks import Hooks
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from slipstream.config.plan import Plan
 from slipstream.config.trial import PROGRESS, STOP, SURVEY, Trial, current, write_json
 from slipstream.observe.memory import MemoryReading
+from slipstream.train.engine import Engine
 from slipstream.world.join import local_world_size
 from slipstream.zero.trees import map_tensors
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _INTERPRETER = 400 << 20  # bytes of Python and torch
