@@ -80,6 +80,10 @@ def test_text_is_not_held_back_for_long() -> None:
     finder = CallFinder(FUNCTIONS)
     pieces = "Hello", " there", ",\n", "a <", "b"
     assert [split(finder.push(piece, last=False))[0] for piece in pieces] == ["Hello", " there", ",", "\na", " <b"]
+    finder = CallFinder(FUNCTIONS, None, form_of("<function="))
+    pieces = "The mark <function=", "add", ">", " begins", " a call of <function=sub>."
+    expected = ["The mark", "", "", " <function=add> begins", " a call of <function=sub>."]
+    assert [split(finder.push(piece, last=False))[0] for piece in pieces] == expected
 
 
 def test_references_inside_one_of_several_tools_hold() -> None:
@@ -125,6 +129,8 @@ SAID = "<tool_call>\n<function=say>\n</function>\n</tool_call>"
         (mark("sep"), V31 + mark("calls end")),
         (f"{mark('sep')}' + tool['function']['name'] + '\\n' + '```json", V3 + mark("calls end")),
         (mark("sep"), V3),  # not closed
+        (mark("sep"), V31.replace(mark("call end"), "")),
+        (mark("sep"), V3.replace(mark("call end"), "") + mark("calls end")),
         ("<tool_call> <function=", f"{CODER}\n{SAID}"),
         ("<tool_call> <function=", (CODER + SAID).replace("<tool_call>", "")),  # models forget these
         ("<tool_call> <function=", CODER.replace("</parameter>\n", "") + SAID),
@@ -186,21 +192,26 @@ ENDED = ADDED.replace("</function>", "</tool_call>")
         (f"{ENDED}\n{ENDED}", "", 2),
         (f"x {ENDED} y {ADDED} z", "x y z", 2),
         (ADDED.replace("add", "other") + " Done.", ADDED.replace("add", "other") + " Done.", 0),
+        (f"I call `<function=add>` by\n{ADDED}", "I call `<function=add>` by", 1),
+        (ADDED.replace("1\n", '"<tool_call>"\n') + " x", " x", ["<tool_call>"]),
     ],
 )
-def test_qwen_coder_without_the_outer_marks(text: str, content: str, num_calls: int) -> None:
+def test_qwen_coder_without_the_outer_marks(text: str, content: str, num_calls: int | list[str]) -> None:
     for size in (1, 3, 1000):
         finder, found = CallFinder({"add": None}, None, form_of("<function=")), list[str | Call]()
         for start in range(0, len(text), size):
             found += finder.push(text[start : start + size], last=False)
-        assert split(found + finder.push("", last=True)) == (content, [("add", '{"a": 1}')] * num_calls), size
+        values = [1] * num_calls if isinstance(num_calls, int) else num_calls
+        assert split(found + finder.push("", last=True)) == (content, [("add", json.dumps({"a": value})) for value in values]), size
 
 
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        ("<function=", "<function=" * 20_000),
-        *(("<function=", part * 20_000) for part in ("<function=</function>", "<function=<tool_call>", "<tool_call></tool_call>")),
+        *(("<function=", part * 20_000) for part in ("<function=", "<function=add>", "<function=</function>")),
+        *(("<function=", part * 20_000) for part in ("<function=<tool_call>", "<function=add></function>")),
+        ("<function=", "<function=add><tool_call>" * 20_000),
+        ("<function=", "<tool_call></tool_call>" * 20_000),
         ("<function=", "<tool_call><function=add>" + "<parameter=" * 20_000),
         ("<function=", f"<tool_call><function=add><parameter=a>[{'[], ' * 200_000}None]"),
         (mark("sep"), mark("calls begin") + f"{mark('call begin')}add{mark('sep')}" * 4_000),
@@ -210,9 +221,12 @@ def test_qwen_coder_without_the_outer_marks(text: str, content: str, num_calls: 
 )
 def test_reading_takes_linear_time(template: str, text: str) -> None:
     """The server reads on its event loop. Quadratic time takes seconds here."""
-    began = time.process_time()
-    CallFinder({"add": None}, None, form_of(template)).push(text, last=True)
-    assert time.process_time() - began < 0.7
+    for piece in (len(text), 100):
+        began, finder = time.process_time(), CallFinder({"add": None}, None, form_of(template))
+        for start in range(0, len(text), piece):
+            finder.push(text[start : start + piece], last=False)
+        finder.push("", last=True)
+        assert time.process_time() - began < 0.7, piece
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ MAX_LITERAL = 10_000  # characters of a value that is read as Python's, which ta
 class CallForm(NamedTuple):
     """`open` begins calls, `close` ends them ("": the end of the output), `read` returns the calls between them, or none. `begin`
     (with {} for the function's name) and `end` surround the arguments of one call in a grammar ("": it has none). `inner` are the
-    marks around a call within `open` and `close`, which models forget."""
+    marks around a call within `open` and `close`, which models forget; the first has {} for the name, and a mark follows it."""
 
     open: str
     close: str
@@ -42,14 +42,16 @@ class CallFinder:
         self.functions = functions
         self.max_calls = max_calls
         self.form = form or FORMS[-1][1]
-        begin, end, inner, inner_end = map(re.escape, (self.form.open, self.form.close, *self.form.inner))
-        self._opening = re.compile(f"{begin}|{inner}" if inner else begin)
-        self._endings = {  # of the call that each mark opens; inner calls may have `close`, and end where another call begins
-            self.form.open: re.compile(end or "(?!)"),
-            self.form.inner[0]: re.compile(rf"{inner_end}(?:\s*{end})?|{end}|{begin}"),
-        }
+        opening, closing, inner_closing = map(re.escape, (self.form.open, self.form.close, self.form.inner[1]))
+        inner = [self.form.inner[0].format(name) for name in functions] if self.form.inner[0] else []
+        self._marks = (self.form.open, *inner)
+        named = "|".join(map(re.escape, inner)) or "(?!)"  # no more than a mention, unless a mark follows
+        self._opening = re.compile(rf"{opening}|(?P<inner>{named})(?=\s*(?:<|$))")
+        self._closing = re.compile(closing or "(?!)")
+        self._inner_closing = re.compile(rf"{inner_closing}(?:\s*{closing})?|{closing}")
         self.num_calls = 0
         self._text = ""  # received, not yet returned
+        self._searched = 0  # characters of it in which the incomplete call does not end
         self._is_text = False  # the output does not begin with JSON
 
     def push(self, text: str, *, last: bool) -> list[str | Call]:
@@ -69,24 +71,23 @@ class CallFinder:
         # Hold back an incomplete call, a suffix that may begin one, and the white space before a call or after the last.
         end = opening.start() - done if opening else len(self._text)
         if not (opening or last):
-            end -= max(overlap(self._text, mark) for mark in (self.form.open, self.form.inner[0]))
+            begun = self._text[self._text.rfind(self.form.open[0]) :]  # marks have this character only at their beginning
+            end -= len(begun) if any(mark.startswith(begun) for mark in self._marks) else 0
         if not last or self.num_calls:
             end = len(self._text[:end].rstrip())
         found.append(self._text[:end])
-        self._text = self._text[end:]
+        self._text, self._searched = self._text[end:], self._searched - done - end
         return [part for part in found if part]
 
     def _take(self, begin: int, opening: re.Match[str], last: bool) -> tuple[list[str | Call], int] | None:
         """The parts of the text from `begin` to the end of the call that `opening` begins, and that end; None if the call is
         incomplete."""
-        text, inner = self._text, opening[0] != self.form.open
-        closing = self._endings[opening[0]].search(text, opening.end())
+        text, inner = self._text, opening["inner"] is not None
+        closing = (self._inner_closing if inner else self._closing).search(text, max(opening.end(), self._searched))
         if not (closing or last):  # models forget to close the last one
+            self._searched = len(text) - max(len(self.form.close), len(self.form.inner[1]))
             return None
         body_end, end = closing.span() if closing else (len(text), len(text))
-        if inner and closing and closing[0] == self.form.open:  # the text only mentions the mark
-            mention = text[begin:body_end].rstrip()
-            return [mention], begin + len(mention)
         if not last and inner and closing and closing[0] == self.form.inner[1]:
             rest = end, len(text) - overlap(text, self.form.close)
             if re.compile(r"\s*").fullmatch(text, *rest):  # `close` may follow
@@ -190,12 +191,12 @@ def _read_mistral(text: str, functions: Functions) -> list[Call]:
 _CALLS, _END_CALLS, _CALL, _SEP, _END_CALL = (
     f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end")
 )
-_DEEPSEEK = re.compile(rf"(?:function{_SEP})?([\w-]+)(?:{_SEP}|\s*```json\s)(.*?){_END_CALL}", re.DOTALL)
+_DEEPSEEK = re.compile(rf"(?:function{_SEP})?([\w-]+)(?:{_SEP}|\s*```json\s)(.*?)(?:{_END_CALL}|$)", re.DOTALL)
 
 
 def _read_deepseek(text: str, functions: Functions) -> list[Call]:
-    calls = map(_DEEPSEEK.match, text.split(_CALL)[1:])
-    return _checked([(call[1], call[2].rstrip().removesuffix("```")) for call in calls if call], functions)
+    parts = [_DEEPSEEK.match(part) for part in text.split(_CALL)[1:]]  # models forget the mark at the end of a call
+    return _checked([(part[1], part[2].rstrip().removesuffix("```")) for part in parts if part], functions) if all(parts) else []
 
 
 def _read_qwen_coder(text: str, functions: Functions) -> list[Call]:
@@ -269,7 +270,7 @@ def _written(calls: list[tuple[str, Any]]) -> list[Call]:
 _HERMES = '<tool_call>\n{"name": "{}", "arguments": '
 # (text in a chat template, the form of its calls); the first match decides. The last is Hermes', Qwen's and SmolLM2's.
 FORMS: tuple[tuple[str, CallForm], ...] = (
-    ("<function=", CallForm("<tool_call>", "</tool_call>", _read_qwen_coder, inner=("<function=", "</function>"))),
+    ("<function=", CallForm("<tool_call>", "</tool_call>", _read_qwen_coder, inner=("<function={}>", "</function>"))),
     (
         f"{_SEP}' + tool['function']['name'] + '\\n' + '```json",
         CallForm(
