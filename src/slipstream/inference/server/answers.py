@@ -2,7 +2,7 @@
 
 A format receives the outputs of every choice in order; their `index` is the choice. In OpenAI's two formats with `choices`,
 `pieces` makes the chunks of a stream from new outputs, and `choice` makes the entry of a non-streaming response from all outputs of
-a choice, concatenated by `join`.
+a choice, concatenated by `join`. Other APIs' formats have the blocks of one message, which they make of a chat's deltas.
 """
 
 from __future__ import annotations
@@ -63,11 +63,8 @@ def event(body: Any, name: str = "") -> bytes:
     return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + JSON(body).body + b"\n\n"
 
 
-@dataclass(eq=False, kw_only=True)
 class Format(ABC):
     """The response format of one request; it keeps state per choice, so requests never share one."""
-
-    width: int = 1  # choices per prompt
 
     @abstractmethod
     def begin(self) -> bytes:
@@ -104,6 +101,7 @@ class ChoicesFormat(Format):
     _: KW_ONLY
     logprobs: bool
     prompts: Sequence[Sequence[int]]  # their tokens
+    width: int = 1  # choices per prompt
     silent: bool = False  # leave out the token that the engine generates
 
     def __post_init__(self) -> None:
@@ -318,8 +316,7 @@ class ChatFormat(ChoicesFormat):
 
     def pieces(self, part: Output) -> list[dict[str, Any]]:
         logprobs = self._logprobs(part) if self.logprobs and part.logprobs else None
-        thought, part = self._think(part)
-        deltas = self._deltas(part, thought)
+        deltas = [*self._deltas(part)]
         ids = {"token_ids": [*part.token_ids]} if self.request.return_token_ids and part.token_ids else {}
         if (logprobs or ids) and not deltas:
             deltas.append({"content": ""})
@@ -343,61 +340,67 @@ class ChatFormat(ChoicesFormat):
                 function = call["function"]
                 yield "function_call", (call["id"], function["name"]) if "id" in call else None, function["arguments"]
 
-    def _deltas(self, part: Output, thought: str) -> list[dict[str, Any]]:
-        """The deltas that a part adds to its message: role, reasoning, calls, text."""
-        deltas: list[dict[str, Any]] = []
-        if part.index not in self._started:
-            self._started.add(part.index)
-            deltas.append({"role": "assistant", "content": None if self.forced else ""})
-        deltas += [{"reasoning_content": thought, "reasoning": thought}] if thought else []
-        if len(self.forced) > 1:
-            self._texts[part.index] = self._texts.get(part.index, "") + part.text
-            if part.finish is not None:
-                text, calls = self._split(part.index, self._texts.pop(part.index))
-                deltas += [{"tool_calls": [{"index": 0, **self._call(*call)}]} for call in calls]
-                deltas += [{"content": text}] if text else []
-        elif part.text and self.forced:
-            if part.index not in self._called:
-                self._called.add(part.index)
-                deltas.append({"tool_calls": [{"index": 0, **self._call(self.forced[0], "")}]})
-            deltas.append({"tool_calls": [{"index": 0, "function": {"arguments": part.text}}]})
-        elif self.allowed:
-            finder = self._finder(part.index)
-            numbers = itertools.count(finder.num_calls)
-            for one in finder.push(part.text, last=part.finish is not None):
-                if isinstance(one, str):
-                    deltas.append({"content": one})
-                else:
-                    deltas.append({"tool_calls": [{"index": next(numbers), **self._call(*one)}]})
-        elif part.text:
-            deltas.append({"content": part.text})
-        return deltas
-
     def choice(self, joined: Output) -> ChatChoice:
-        logprobs = self._logprobs(joined) if self.logprobs else None
-        thought, joined = self._think(joined)
-        if len(self.forced) == 1:
-            text, calls = "", [(self.forced[0], joined.text)] if joined.text else []  # none if the reasoning is cut off
-        elif self.forced:
-            text, calls = self._split(joined.index, joined.text)
-        else:
-            found = self._finder(joined.index).push(joined.text, last=True) if self.allowed else [joined.text]
-            text = "".join(one for one in found if isinstance(one, str))
-            calls = [one for one in found if not isinstance(one, str)]
+        deltas = [*self._deltas(joined)]
+        text = "".join(delta.get("content") or "" for delta in deltas)
+        calls: list[Any] = []
+        for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
+            if call.pop("index") == len(calls):
+                calls.append(call)
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
         answer: ChatChoice = {
             "index": joined.index,
             "message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None},
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(joined) if self.logprobs else None,
             "finish_reason": self._reason(joined) or "stop",
             "stop_reason": joined.stopped_by,
         }
-        if thought:
-            answer["message"] |= {"reasoning_content": thought, "reasoning": thought}
+        for delta in deltas:
+            if "reasoning" in delta:
+                answer["message"] |= delta  # type: ignore[typeddict-item]
         if self.request.return_token_ids:
             answer["token_ids"] = [*joined.token_ids]
         if calls:
-            answer["message"]["tool_calls"] = [self._call(*call) for call in calls]  # type: ignore[misc]
+            answer["message"]["tool_calls"] = calls
         return answer
+
+    def _deltas(self, part: Output) -> Iterator[dict[str, Any]]:
+        """What a part adds to its message: role, reasoning, text, calls."""
+        if part.index not in self._started:
+            self._started.add(part.index)
+            yield {"role": "assistant", "content": None if self.forced else ""}
+        thought, part = self._think(part)
+        if thought:
+            yield {"reasoning_content": thought, "reasoning": thought}
+        for one in self._found(part):
+            yield {"content": one} if isinstance(one, str) else {"tool_calls": [one]}
+
+    def _found(self, part: Output) -> Iterator[str | dict[str, Any]]:
+        """The text in a part that is certain, and the calls."""
+        index = part.index
+        if len(self.forced) > 1:
+            text = self._texts[index] = self._texts.get(index, "") + part.text
+            if part.finish is not None:
+                try:
+                    call = json.loads(text)
+                    yield self._call(0, call["name"], json.dumps(call["arguments"], allow_nan=False))
+                except (ValueError, KeyError, TypeError, RecursionError):  # truncated; it may not name its function yet
+                    self._cut.add(index)
+                    if text:
+                        yield text
+        elif self.allowed:
+            finder = self._finders.setdefault(index, CallFinder(self.allowed, self.max_calls, self.calls))
+            numbers = itertools.count(finder.num_calls)
+            for one in finder.push(part.text, last=part.finish is not None):
+                yield one if isinstance(one, str) else self._call(next(numbers), *one)
+        elif part.text and self.forced:  # none if the reasoning before the call is cut off
+            if index not in self._called:
+                self._called.add(index)
+                yield self._call(0, self.forced[0], "")
+            yield {"index": 0, "function": {"arguments": part.text}}
+        elif part.text:
+            yield part.text
 
     def _think(self, part: Output) -> tuple[str, Output]:
         if self.thinking is None:
@@ -426,20 +429,9 @@ class ChatFormat(ChoicesFormat):
             usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoned}
         return usage
 
-    def _finder(self, index: int) -> CallFinder:
-        return self._finders.setdefault(index, CallFinder(self.allowed, self.max_calls, self.calls))
-
-    def _split(self, index: int, text: str) -> tuple[str, list[tuple[str, str]]]:
-        """Parse {"name", "arguments"}. A truncated call is returned as text, because it may not name its function yet."""
-        try:
-            call = json.loads(text)
-            return "", [(call["name"], json.dumps(call["arguments"], allow_nan=False))]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            self._cut.add(index)
-            return text, []
-
-    def _call(self, name: str, arguments: str) -> dict[str, Any]:
-        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    def _call(self, number: int, name: str, arguments: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        return {"index": number, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
     def _reason(self, part: Output) -> Any:
         """A call of the function that the client named ends with "stop", any other call with "tool_calls" (OpenAI's guide)."""
@@ -463,6 +455,54 @@ class ChatFormat(ChoicesFormat):
         raw = self.tokenizer.token_bytes(token_id)
         name = f"token_id:{token_id}" if self.request.return_tokens_as_token_ids else raw.decode("utf-8", "replace")
         return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+class BlocksFormat(Format):
+    """A format of one message, which is a list of blocks of reasoning, text and calls, in the order in which the model writes them.
+    Kinds are those of `ChatFormat.written`."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self.chat = chat
+        self.finish: Finish | None = None
+        self.stopped_by: str | int | None = None
+        self.blocks: list[dict[str, Any]] = []
+        self._kind = ""  # of the last block; "": it is complete
+
+    @abstractmethod
+    def begin_block(self, kind: str, call: tuple[str, str] | None) -> bytes:
+        """Append a block. `call`: the id and the name of a call."""
+
+    @abstractmethod
+    def add(self, kind: str, text: str) -> bytes:
+        """Append to the last block."""
+
+    @abstractmethod
+    def end_block(self, cut: bool) -> bytes:
+        """Complete the last block. `cut`: max_tokens has cut it off."""
+
+    @abstractmethod
+    def message(self, usage: Usage) -> dict[str, Any]:
+        """The message so far."""
+
+    def events(self, part: Output) -> bytes:
+        self.finish, self.stopped_by, events = part.finish, part.stopped_by, b""
+        for kind, call, text in self.chat.written(part):
+            if call or (text and kind != self._kind):
+                events += self.complete() + self.begin_block(kind, call)
+                self._kind = kind
+            if text:
+                events += self.add(kind, text)
+        return events
+
+    def complete(self, cut: bool = False) -> bytes:
+        is_open, self._kind = self._kind, ""
+        return self.end_block(cut) if is_open else b""
+
+    def body(self, choices: Sequence[Output], usages: Mapping[int, Usage]) -> Any:
+        for joined in choices:
+            self.events(joined)
+        self.complete(self.finish is Finish.LENGTH)
+        return self.message(usages[0])
 
 
 def _reason(finish: Finish | None) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from slipstream.inference.server.answers import ChatFormat, Thinking
+from slipstream.inference.server.answers import ChatFormat, Format, Thinking
 from slipstream.inference.server.calls import CallForm, form_of
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import Constraints, Lark, dumps, structured
@@ -280,15 +280,22 @@ def converted(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatReques
 
 
 def prepare_converted(
-    server: Serving, fields: Mapping[str, Any], names: Mapping[str, str], caller: Caller, ignored: Sequence[str]
+    server: Serving,
+    fields: Mapping[str, Any],
+    names: Mapping[str, str],
+    caller: Caller,
+    ignored: Sequence[str],
+    form: Callable[[ChatFormat], Format],
 ) -> Prepared:
     """As `prepare`, of what `converted` takes. `ignored`: the fields without effect of the other API. Raises RequestError."""
     try:
         prepared = prepare(server, converted(fields, names), caller)
     except RequestError as error:
         raise _renamed(error, names) from None
+    assert isinstance(prepared.form, ChatFormat)
     work = replace(prepared.work, constraint=names.get(prepared.work.constraint, prepared.work.constraint))
-    return prepared._replace(work=work, ignored=sorted({*ignored, *(names.get(name, name) for name in prepared.ignored)}))
+    all_ignored = sorted({*ignored, *(names.get(name, name) for name in prepared.ignored)})
+    return Prepared(prepared.request, work, form(prepared.form), all_ignored)
 
 
 def _renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 from pydantic import Field, JsonValue
 
 from slipstream.inference.core import Finish
-from slipstream.inference.engine import Output, Usage
-from slipstream.inference.server.answers import ChatFormat, Format, event
+from slipstream.inference.engine import Usage
+from slipstream.inference.server.answers import BlocksFormat, ChatFormat, event
 from slipstream.inference.server.bodies import CountBody
 from slipstream.inference.server.chat import converted, prepare_converted, rendered, text_of
 from slipstream.inference.server.errors import RequestError
@@ -37,10 +37,10 @@ _CHAT = {  # a chat request's field -> the field here; tools' are in `CountReque
 }
 _BILLING = "x-anthropic-billing-header"  # a block of Claude Code's, different in each request: no prefix would be cached
 _OWN = (None, "custom")  # types of tools with a schema
-_DELTAS = {
-    "thinking": ("thinking_delta", "thinking"),
-    "text": ("text_delta", "text"),
-    "tool_use": ("input_json_delta", "partial_json"),
+_BLOCKS = {  # kind of `ChatFormat.written` -> type of block, its events' type of delta and field
+    "reasoning": ("thinking", "thinking_delta", "thinking"),
+    "message": ("text", "text_delta", "text"),
+    "function_call": ("tool_use", "input_json_delta", "partial_json"),
 }
 
 
@@ -137,9 +137,8 @@ def prepare(server: Serving, request: MessagesRequest, caller: Caller) -> Prepar
             chat["thinking_token_budget"] = budget
         except ValueError:  # the model does not reason
             hosted.add("thinking.budget_tokens")
-    prepared = prepare_converted(server, chat, request.names(), caller, server.front.ignored(request, hosted))
-    assert isinstance(prepared.form, ChatFormat)
-    return prepared._replace(form=MessagesFormat(prepared.form))
+    ignored = server.front.ignored(request, hosted)
+    return prepare_converted(server, chat, request.names(), caller, ignored, MessagesFormat)
 
 
 def _count(server: Serving, given: CountRequest) -> tuple[CountBody, Sequence[str]]:
@@ -208,48 +207,25 @@ def _instructions(given: Any) -> str:
     return text_of(given, "system", between="")
 
 
-class MessagesFormat(Format):
-    """One message: blocks of thinking, text and calls, in the order in which the model writes them."""
-
+class MessagesFormat(BlocksFormat):
     def __init__(self, chat: ChatFormat) -> None:
-        super().__init__(width=1)
-        self.chat = chat
-        self._finish: Finish | None = None
-        self._stop: str | None = None  # the stop sequence that ended it
-        self._blocks: list[dict[str, Any]] = []
+        super().__init__(chat)
         self._arguments = ""  # of the last block, if it is a call
-        self._open = False  # the last block is not complete yet
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": chat.model}
 
     def begin(self) -> bytes:
-        return _event("message_start", message=self._message(Usage(len(self.chat.prompts[0]), 0, 0)))
-
-    def events(self, part: Output) -> bytes:
-        self._finish, self._stop = part.finish, part.stopped_by if isinstance(part.stopped_by, str) else None
-        events = b""
-        for kind, call, text in self.chat.written(part):
-            if call:
-                events += self._begin({"type": "tool_use", "id": call[0], "name": call[1], "input": {}})
-            if text:
-                events += self._add({"reasoning": "thinking", "message": "text"}.get(kind, "tool_use"), text)
-        return events
+        return _event("message_start", message=self.message(Usage(len(self.chat.prompts[0]), 0, 0)))
 
     def end(self, usages: Mapping[int, Usage]) -> bytes:
-        events, message = self._close(), self._message(usages[0])
+        events, message = self.complete(), self.message(usages[0])
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         return events + _event("message_delta", delta=delta, usage=message["usage"]) + _event("message_stop")
 
     def error(self, error: RequestError) -> bytes:
         return event(error.body(), "error")
 
-    def body(self, choices: Sequence[Output], usages: Mapping[int, Usage]) -> Any:
-        for joined in choices:
-            self.events(joined)
-        self._close()
-        return self._message(usages[0])
-
-    def _message(self, usage: Usage) -> dict[str, Any]:
-        calls = any(block["type"] == "tool_use" for block in self._blocks)
+    def message(self, usage: Usage) -> dict[str, Any]:
+        calls = any(block["type"] == "tool_use" for block in self.blocks)
         reasons = {None: None, Finish.LENGTH: "max_tokens"}
         counts = {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -257,36 +233,32 @@ class MessagesFormat(Format):
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }
-        reason = reasons.get(self._finish, "tool_use" if calls else "end_turn" if self._stop is None else "stop_sequence")
-        return {**self._head, "content": self._blocks, "stop_reason": reason, "stop_sequence": self._stop, "usage": counts}
+        stop = self.stopped_by if isinstance(self.stopped_by, str) else None
+        reason = reasons.get(self.finish, "tool_use" if calls else "end_turn" if stop is None else "stop_sequence")
+        return {**self._head, "content": self.blocks, "stop_reason": reason, "stop_sequence": stop, "usage": counts}
 
-    def _begin(self, block: dict[str, Any]) -> bytes:
-        events = self._close()
-        self._blocks.append(block)
-        self._open, self._arguments = True, ""
-        return events + _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+    def begin_block(self, kind: str, call: tuple[str, str] | None) -> bytes:
+        block, _, field = _BLOCKS[kind]
+        more = {field: ""} if call is None else {"id": call[0], "name": call[1], "input": {}}
+        self.blocks.append({"type": block, **more, **({"signature": ""} if kind == "reasoning" else {})})
+        self._arguments = ""
+        return _event("content_block_start", index=len(self.blocks) - 1, content_block=self.blocks[-1])
 
-    def _add(self, kind: str, text: str) -> bytes:
-        """Append to the last block, or to a new one if that has another kind."""
-        events, (name, field) = b"", _DELTAS[kind]
-        if not self._open or self._blocks[-1]["type"] != kind:
-            events = self._begin({"type": kind, field: "", **({"signature": ""} if kind == "thinking" else {})})
-        if kind == "tool_use":
+    def add(self, kind: str, text: str) -> bytes:
+        _, name, field = _BLOCKS[kind]
+        if kind == "function_call":
             self._arguments += text
         else:
-            self._blocks[-1][field] += text
-        return events + _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": name, field: text})
+            self.blocks[-1][field] += text
+        return _event("content_block_delta", index=len(self.blocks) - 1, delta={"type": name, field: text})
 
-    def _close(self) -> bytes:
-        if not self._open:
-            return b""
-        self._open = False
-        if self._blocks[-1]["type"] == "tool_use":
+    def end_block(self, cut: bool) -> bytes:
+        if self.blocks[-1]["type"] == "tool_use":
             with suppress(ValueError, RecursionError):  # cut off by max_tokens, or 1e999, which is read as infinity
                 arguments = json.loads(self._arguments)
                 json.dumps(arguments, allow_nan=False)
-                self._blocks[-1]["input"] = arguments
-        return _event("content_block_stop", index=len(self._blocks) - 1)
+                self.blocks[-1]["input"] = arguments
+        return _event("content_block_stop", index=len(self.blocks) - 1)
 
 
 def _event(name: str, **fields: Any) -> bytes:

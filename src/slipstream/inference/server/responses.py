@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
 from slipstream.inference.core import Finish
-from slipstream.inference.engine import Output, Usage
-from slipstream.inference.server.answers import ChatFormat, Format, event
+from slipstream.inference.engine import Usage
+from slipstream.inference.server.answers import BlocksFormat, ChatFormat, event
 from slipstream.inference.server.chat import prepare_converted, text_of
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, CommonFields, Fields
@@ -27,12 +28,10 @@ _CHAT = {  # a chat request's field -> the field here
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-
-
-_DELTAS = {
-    "reasoning": "response.reasoning_text.delta",
-    "message": "response.output_text.delta",
-    "function_call": "response.function_call_arguments.delta",
+_ITEMS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {  # kind -> prefix of ids, name of its text's events, fields
+    "reasoning": ("rs", "reasoning_text", {"summary": []}),
+    "message": ("msg", "output_text", {"role": "assistant"}),
+    "function_call": ("fc", "function_call_arguments", {}),
 }
 
 
@@ -119,9 +118,8 @@ class ResponsesRequest(CommonFields):
 def prepare(server: Serving, request: ResponsesRequest, caller: Caller) -> Prepared:
     """Raises RequestError."""
     names = _CHAT | fields_of_tools(request.functions(), "parameters")
-    prepared = prepare_converted(server, request.chat(), names, caller, server.front.ignored(request, request.hosted()))
-    assert isinstance(prepared.form, ChatFormat)
-    return prepared._replace(form=ResponsesFormat(request, prepared.form))
+    ignored = server.front.ignored(request, request.hosted())
+    return prepare_converted(server, request.chat(), names, caller, ignored, partial(ResponsesFormat, request))
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: str) -> None:
@@ -172,16 +170,12 @@ def nested_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
 
-class ResponsesFormat(Format):
-    """One response: items of reasoning, text and calls, in the order in which the model writes them."""
+class ResponsesFormat(BlocksFormat):
+    """Its blocks are called items."""
 
     def __init__(self, request: ResponsesRequest, chat: ChatFormat) -> None:
-        super().__init__(width=1)
-        self.chat = chat
-        self.finish: Finish | None = None
+        super().__init__(chat)
         self._num_events = 0
-        self._open = False  # the last item is not complete yet
-        self._items: list[dict[str, Any]] = []
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -206,95 +200,62 @@ class ResponsesFormat(Format):
         started = self._response("in_progress", None)
         return self._event("response.created", response=started) + self._event("response.in_progress", response=started)
 
-    def events(self, part: Output) -> bytes:
-        self.finish = part.finish
-        events = b""
-        for kind, call, text in self.chat.written(part):
-            if call:
-                events += self._close() + self._begin("function_call", call_id=call[0], name=call[1], arguments="")
-            if text:
-                events += self._add(kind, _DELTAS[kind], text)
-        return events
-
     def end(self, usages: Mapping[int, Usage]) -> bytes:
-        status = self._status()
-        return self._close(status) + self._event(f"response.{status}", response=self._response(status, usages[0]))
+        events, response = self.complete(self.finish is Finish.LENGTH), self.message(usages[0])
+        return events + self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: RequestError) -> bytes:
         failed = self._response("failed", None) | {"error": {"code": error.code or "server_error", "message": str(error)}}
         return self._event("response.failed", response=failed)
 
-    def body(self, choices: Sequence[Output], usages: Mapping[int, Usage]) -> Any:
-        for joined in choices:
-            self.events(joined)
-        status = self._status()
-        self._close(status)
-        return self._response(status, usages[0])
-
-    def _status(self) -> str:
-        return "incomplete" if self.finish is Finish.LENGTH else "completed"
+    def message(self, usage: Usage) -> dict[str, Any]:
+        return self._response("incomplete" if self.finish is Finish.LENGTH else "completed", usage)
 
     def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
-        counts = (
-            None
-            if usage is None
-            else {
-                "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-                "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": self.chat.num_reasoned},
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            }
-        )
+        counts = usage and {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.chat.num_reasoned},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {**self._head, "status": status, "error": None, "incomplete_details": reason, "output": self._items, "usage": counts}
+        return {**self._head, "status": status, "error": None, "incomplete_details": reason, "output": self.blocks, "usage": counts}
 
-    def _begin(self, kind: str, **fields: Any) -> bytes:
-        """Begin an item. Text parts stay empty until `_close`, as in OpenAI's events."""
-        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
-        item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
-        contents: dict[str, dict[str, Any]] = {"reasoning": {"summary": []}, "message": {"role": "assistant"}}
-        if kind in contents:
-            item |= {**contents[kind], "content": []}
-        self._items.append(item)
-        self._open = True
-        events = self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
-        if kind != "function_call":
+    def begin_block(self, kind: str, call: tuple[str, str] | None) -> bytes:
+        """Text parts stay empty until `end_block`, as in OpenAI's events."""
+        prefix, _, fields = _ITEMS[kind]
+        own = {"call_id": call[0], "name": call[1], "arguments": ""} if call else {**fields, "content": []}
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **own}
+        self.blocks.append(item)
+        events = self._event("response.output_item.added", output_index=len(self.blocks) - 1, item=item)
+        if call is None:
             item["content"].append(part := _part(kind))
             events += self._event("response.content_part.added", **self._place(), content_index=0, part=part)
         return events
 
-    def _add(self, kind: str, name: str, text: str) -> bytes:
-        """Append to the last item, or to a new one if that has another kind."""
-        events = b""
-        if not self._open or self._items[-1]["type"] != kind:
-            events = self._close() + self._begin(kind)
-        item = self._items[-1]
+    def add(self, kind: str, text: str) -> bytes:
+        item, name = self.blocks[-1], f"response.{_ITEMS[kind][1]}.delta"
         if kind == "function_call":
             item["arguments"] += text
-            return events + self._event(name, **self._place(), delta=text)
+            return self._event(name, **self._place(), delta=text)
         item["content"][0]["text"] += text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        return events + self._event(name, **self._place(), content_index=0, delta=text, **more)
+        return self._event(name, **self._place(), content_index=0, delta=text, **_logprobs(kind))
 
-    def _close(self, status: str = "completed") -> bytes:
-        if not self._open:
-            return b""
-        self._open, item = False, self._items[-1]
-        item["status"] = status
+    def end_block(self, cut: bool) -> bytes:
+        item = self.blocks[-1]
+        item["status"] = "incomplete" if cut else "completed"
+        name = f"response.{_ITEMS[item['type']][1]}.done"
         if item["type"] == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            events = self._event("response.function_call_arguments.done", **self._place(), **done)
+            events = self._event(name, **self._place(), name=item["name"], arguments=item["arguments"])
         else:
-            part, message = item["content"][0], item["type"] == "message"
-            name = "response.output_text.done" if message else "response.reasoning_text.done"
-            more: dict[str, Any] = {"logprobs": []} if message else {}
-            events = self._event(name, **self._place(), content_index=0, text=part["text"], **more)
+            [part] = item["content"]
+            events = self._event(name, **self._place(), content_index=0, text=part["text"], **_logprobs(item["type"]))
             events += self._event("response.content_part.done", **self._place(), content_index=0, part=part)
-        return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+        return events + self._event("response.output_item.done", output_index=len(self.blocks) - 1, item=item)
 
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return {"item_id": self.blocks[-1]["id"], "output_index": len(self.blocks) - 1}
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         self._num_events += 1
@@ -302,8 +263,9 @@ class ResponsesFormat(Format):
 
 
 def _part(kind: str) -> dict[str, Any]:
-    return (
-        {"type": "reasoning_text", "text": ""}
-        if kind == "reasoning"
-        else {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    )
+    text = {"type": _ITEMS[kind][1], "text": ""}
+    return text if kind == "reasoning" else {**text, "annotations": [], **_logprobs(kind)}
+
+
+def _logprobs(kind: str) -> dict[str, Any]:
+    return {"logprobs": []} if kind == "message" else {}
