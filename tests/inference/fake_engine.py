@@ -215,20 +215,6 @@ class FakeEngine:
     def stats(self) -> Stats:
         histogram = Histogram((0.1, 1.0), (2, 1, 1), 3.5)
         return Stats(
-            **dict.fromkeys(
-                (
-                    "waiting",
-                    "draft_tokens",
-                    "accepted_tokens",
-                    "preemptions",
-                    "forwards",
-                    "expert_hits",
-                    "expert_misses",
-                    "targets_met",
-                    "targets_missed",
-                ),
-                0,
-            ),
             healthy=self.healthy,
             running=len(self.running),
             blocks=100,
@@ -239,7 +225,6 @@ class FakeEngine:
             generated_tokens=self.generated,
             finished={Finish.STOP: 3},
             tokens_per_second=12.5,
-            prompt_tokens_per_second=0.0,
             **dict.fromkeys((field.name for field in dataclasses.fields(Stats) if field.type == "Histogram"), histogram),
         )
 

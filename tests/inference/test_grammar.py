@@ -117,7 +117,7 @@ def test_texts_of_structured_fields() -> None:
         ("grammar", "start: /[xy]+/", "xyx", "z"),
     ]
     for kind, value, good, bad in rows:
-        grammar = structured({kind: (kind, value)}).grammar
+        grammar = structured({kind: (kind, value)})["grammar"]
         assert grammar is not None and allows(False, grammar, good) and not allows(False, grammar, bad), kind
         for tokens in (False, True):
             after = Lark(SORTS[tokens].marks).answer(grammar=grammar, thoughts=THINK, begun=True)

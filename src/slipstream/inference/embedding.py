@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from slipstream.inference.core import SamplingParams
 from slipstream.inference.cross_encoder import CrossEncoder
 from slipstream.inference.engine import ClosedError, FailedError, probed, text_of
 from slipstream.inference.runner import BLOCK_SIZE
-from slipstream.inference.stats import Meters, Stats
+from slipstream.inference.stats import Stats
 from slipstream.inference.text import Tokenizer
 
 __all__ = ["EmbeddingEngine", "Pooling"]
@@ -343,6 +343,10 @@ class EmbeddingEngine:
         raise AssertionError("nothing is submitted")
 
     def stats(self) -> Stats:
-        values: dict[str, Any] = dict.fromkeys((one.name for one in fields(Stats)), 0) | Meters().snapshot()
-        values |= {"healthy": self.healthy, "blocks": self.runner.num_blocks, "block_size": BLOCK_SIZE}
-        return Stats(**values | {"prompt_tokens": self._tokens, "forwards": self._forwards})
+        return Stats(
+            healthy=self.healthy,
+            blocks=self.runner.num_blocks,
+            block_size=BLOCK_SIZE,
+            prompt_tokens=self._tokens,
+            forwards=self._forwards,
+        )

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -44,7 +45,7 @@ from slipstream.inference.draft_model import FEW, DraftModel
 from slipstream.inference.drafts import accept
 from slipstream.inference.sampler import LogitsRow, Sampled, Sampler
 from slipstream.inference.scheduler import MAX_RUNNING, Scheduler, budget_of, receivers
-from slipstream.inference.stats import Meters, Stats, Use
+from slipstream.inference.stats import Stats, Throughput, Use
 from slipstream.inference.text import StopStrings, Stream, Tokenizer
 
 __all__ = ["ClosedError", "Engine", "FailedError", "Handle", "Logprob", "Output", "Sink", "Usage"]
@@ -241,7 +242,8 @@ class Engine:
         self._proven = self._process = 0  # a token that was computed lately; the process of the thread
         self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; lets one pause run at a time
         self._adapters = dict[str, Any]()  # by name
-        self._meters, self._ids, self._grammars_lock = Meters(), itertools.count(), threading.Lock()
+        self._totals, self._throughput = Stats(), Throughput()
+        self._ids, self._grammars_lock = itertools.count(), threading.Lock()
         self._thread: threading.Thread | None = None
         for name, folder in (adapters or {}).items():
             self.load_adapter(name, folder)
@@ -402,10 +404,10 @@ class Engine:
 
     def stats(self) -> Stats:
         with self._lock:
-            scheduler, meters = self._scheduler, self._meters
-            generated, computed = meters.rates(time.perf_counter())
+            scheduler, (generated, computed) = self._scheduler, self._throughput.rates(time.perf_counter())
             expert_hits, expert_misses = self._expert_use()
-            return Stats(
+            return replace(
+                deepcopy(self._totals),
                 healthy=self.healthy,
                 waiting=len(scheduler.waiting) + len(scheduler.held),
                 running=len(scheduler.running),
@@ -417,7 +419,6 @@ class Engine:
                 tokens_per_second=generated,
                 prompt_tokens_per_second=computed,
                 **asdict(scheduler.counters),
-                **meters.snapshot(),
             )
 
     def check(self) -> None:
@@ -570,7 +571,7 @@ class Engine:
             for chunk in () if batch is None else batch.chunks:
                 if not (sequence := self._sequences[chunk.request]).started and not chunk.request.num_generated:
                     sequence.started = time.perf_counter()
-                    self._meters.queue.add(sequence.started - sequence.request.arrival)
+                    self._totals.queue.add(sequence.started - sequence.request.arrival)
             assert batch is not None or not self._scheduler.busy, f"nothing to compute for {len(self._sequences)}"
         return batch
 
@@ -742,7 +743,9 @@ class Engine:
                     self._scheduler.finish(request, output.finish)
                     self._forget(sequence, output.finish)
                 self._outbox.append((sequence, output))
-            self._meters.step(now, sum(map(len, results.values())), computed)
+            generated = sum(map(len, results.values()))
+            self._totals.generated_tokens += generated
+            self._throughput.add(now, generated, computed)
 
     def _shut(self, finish: Finish, error: str | None = None) -> None:
         """End all requests. With an error, mark the engine dead."""
@@ -768,30 +771,30 @@ class Engine:
         self._sampler.forget(sequence.request)
         if self._drafter is not None:
             self._drafter.forget(sequence.request)
-        self._meters.finished[finish] += 1
+        self._totals.finished[finish] += 1
         now, request = time.perf_counter(), sequence.request
         if request.target != NO_TARGET:
             missed = request.missed or now > request.deadline  # missed at a token, or because the next one is overdue
-            self._meters.targets_missed += missed
-            self._meters.targets_met += not missed and finish in (Finish.STOP, Finish.LENGTH)
-        self._meters.whole.add(now - request.arrival)
+            self._totals.targets_missed += missed
+            self._totals.targets_met += not missed and finish in (Finish.STOP, Finish.LENGTH)
+        self._totals.whole.add(now - request.arrival)
         if sequence.first_token:
-            self._meters.decode.add(now - sequence.first_token)
-        self._meters.output_lengths.add(sequence.num_reported)
+            self._totals.decode.add(now - sequence.first_token)
+        self._totals.output_lengths.add(sequence.num_reported)
 
     def _measure(self, sequence: _Sequence, num: int, now: float) -> None:
         """Record the latency of `num` tokens that a sequence got at `now`."""
         if num and sequence.last_token:
-            self._meters.between_tokens.add((now - sequence.last_token) / num, num)
+            self._totals.between_tokens.add((now - sequence.last_token) / num, num)
         elif num:
             sequence.first_token = now
-            self._meters.time_to_first_token.add(now - sequence.request.arrival)
+            self._totals.time_to_first_token.add(now - sequence.request.arrival)
             if sequence.started:
-                self._meters.prefill.add(now - sequence.started)
+                self._totals.prefill.add(now - sequence.started)
             if sequence.index == 0:
-                self._meters.prompt_tokens += sequence.request.num_prompt
-                self._meters.prompt_lengths.add(sequence.request.num_prompt)
-                self._meters.cached_tokens += sequence.request.num_cached
+                self._totals.prompt_tokens += sequence.request.num_prompt
+                self._totals.prompt_lengths.add(sequence.request.num_prompt)
+                self._totals.cached_tokens += sequence.request.num_cached
         sequence.last_token = now
 
     def _send_outputs(self) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -23,8 +22,11 @@ class Histogram:
     """Like a Prometheus histogram, but counts are per bucket, not cumulative; the last bucket is above all bounds."""
 
     bounds: tuple[float, ...]  # upper, inclusive
-    counts: list[int]  # len(bounds) + 1
+    counts: list[int] = field(default_factory=list)  # len(bounds) + 1; empty: zeros
     sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def add(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
@@ -42,38 +44,41 @@ class Use(NamedTuple):
     misses: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Stats:
-    """A snapshot. Token and request counts are totals since the start."""
+    """The figures of an engine, which counts in one of its own and returns snapshots. Token and request counts are totals since the
+    start; times are in seconds."""
 
-    healthy: bool
-    waiting: int  # sequences in the queue, and held ones
-    running: int  # sequences that hold blocks
-    blocks: int  # of the KV cache
-    blocks_used: int  # by running sequences; blocks that only the prefix cache holds count as free
-    block_size: int  # tokens
-    prompt_tokens: int  # computed or found in the cache
-    cached_tokens: int  # those of them found in the prefix cache
-    generated_tokens: int
-    draft_tokens: int  # proposed by speculative decoding
-    accepted_tokens: int  # those of them accepted
-    preemptions: int
-    forwards: int
-    expert_hits: int  # both are 0 unless experts are on disk; see `Use`
-    expert_misses: int
-    targets_met: int  # sequences with a target that ended (stop or length) and met it
-    targets_missed: int
-    finished: Mapping[Finish, int]  # sequences by finish reason
-    tokens_per_second: float  # generated, over the last 10 seconds
-    prompt_tokens_per_second: float  # computed
-    time_to_first_token: Histogram  # seconds, from submit
-    between_tokens: Histogram  # seconds
-    queue: Histogram  # seconds, from submit to the first forward
-    prefill: Histogram  # seconds, from the first forward to the first token
-    decode: Histogram  # seconds, from the first token to the end
-    whole: Histogram  # seconds, from submit to the end
-    prompt_lengths: Histogram  # tokens
-    output_lengths: Histogram  # tokens
+    healthy: bool = True
+    waiting: int = 0  # sequences in the queue, and held ones
+    running: int = 0  # sequences that hold blocks
+    blocks: int = 0  # of the KV cache
+    blocks_used: int = 0  # by running sequences; blocks that only the prefix cache holds count as free
+    block_size: int = 0  # tokens
+    prompt_tokens: int = 0  # computed or found in the cache
+    cached_tokens: int = 0  # those of them found in the prefix cache
+    generated_tokens: int = 0
+    draft_tokens: int = 0  # proposed by speculative decoding
+    accepted_tokens: int = 0  # those of them accepted
+    preemptions: int = 0
+    forwards: int = 0
+    expert_hits: int = 0  # both are 0 unless experts are on disk; see `Use`
+    expert_misses: int = 0
+    targets_met: int = 0  # sequences with a target that ended (stop or length) and met it
+    targets_missed: int = 0
+    finished: dict[Finish, int] = field(default_factory=lambda: Counter[Finish]())  # sequences by finish reason
+    tokens_per_second: float = 0.0  # generated, over the last 10 seconds
+    prompt_tokens_per_second: float = 0.0  # computed
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN))  # seconds, from submit
+    between_tokens: Histogram = field(default_factory=lambda: Histogram(_BETWEEN_TOKENS))  # seconds
+    queue: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN))  # seconds, from submit to the first forward
+    prefill: Histogram = field(
+        default_factory=lambda: Histogram(_FIRST_TOKEN)
+    )  # from the first forward to the first token
+    decode: Histogram = field(default_factory=lambda: Histogram(_WHOLE))  # seconds, from the first token to the end
+    whole: Histogram = field(default_factory=lambda: Histogram(_WHOLE))  # seconds, from submit to the end
+    prompt_lengths: Histogram = field(default_factory=lambda: Histogram(_TOKENS))  # tokens
+    output_lengths: Histogram = field(default_factory=lambda: Histogram(_TOKENS))  # tokens
 
     @property
     def kv_usage(self) -> float:
@@ -102,37 +107,14 @@ def settled(stats: Stats) -> Stats:
     )
 
 
-def _empty(bounds: tuple[float, ...]) -> Histogram:
-    return Histogram(bounds, [0] * (len(bounds) + 1))
+class Throughput:
+    """The tokens of the forwards of the last seconds."""
 
+    def __init__(self) -> None:
+        self._recent = deque[tuple[float, int, int]]()  # (time, generated tokens, computed prompt tokens)
 
-@dataclass(slots=True)
-class Meters:
-    """The counters behind `Stats`, protected by the engine's lock."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    targets_met: int = 0
-    targets_missed: int = 0
-    finished: Counter[Finish] = field(default_factory=Counter)
-    time_to_first_token: Histogram = field(default_factory=lambda: _empty(_FIRST_TOKEN))
-    between_tokens: Histogram = field(default_factory=lambda: _empty(_BETWEEN_TOKENS))
-    queue: Histogram = field(default_factory=lambda: _empty(_FIRST_TOKEN))
-    prefill: Histogram = field(default_factory=lambda: _empty(_FIRST_TOKEN))
-    decode: Histogram = field(default_factory=lambda: _empty(_WHOLE))
-    whole: Histogram = field(default_factory=lambda: _empty(_WHOLE))
-    prompt_lengths: Histogram = field(default_factory=lambda: _empty(_TOKENS))
-    output_lengths: Histogram = field(default_factory=lambda: _empty(_TOKENS))
-    _recent: deque[tuple[float, int, int]] = field(default_factory=deque)  # (time, generated tokens, computed prompt tokens)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the fields that `Stats` has under the same names."""
-        return {one.name: deepcopy(getattr(self, one.name)) for one in fields(self) if one.name != "_recent"}
-
-    def step(self, now: float, generated: int, computed: int) -> None:
+    def add(self, now: float, generated: int, computed: int) -> None:
         """Record a forward: the tokens it generated and the prompt tokens it computed."""
-        self.generated_tokens += generated
         self._recent.append((now, generated, computed))
         while self._recent[0][0] < now - _WINDOW:
             self._recent.popleft()

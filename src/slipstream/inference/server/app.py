@@ -142,21 +142,25 @@ def create_app(
     described: dict[int | str, Any] = {code: _ERRORS[code] for code in (401, 500)}
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False, responses=described)
     app.state.traffic, app.state.deadlines = front.traffic, front.deadlines
-    app.add_middleware(AdmissionGate, api_keys=api_keys, priority_keys=priority_keys, traffic=front.traffic)
+    app.state.paths = _add_routes(app, front)
+    app.add_middleware(AdmissionGate, paths=app.state.paths, api_keys=api_keys, priority_keys=priority_keys, traffic=front.traffic)
     if cors_origins:  # outside the gate, because a browser's preflight request carries no key
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, **_CORS)
-    _add_routes(app, front)
     _add_errors(app)
     app.openapi = partial(_document, app, bool(api_keys or priority_keys))  # type: ignore[method-assign] # FastAPI's documented way
     return app
 
 
-def _add_routes(app: FastAPI, front: Front) -> None:
+def _add_routes(app: FastAPI, front: Front) -> set[str]:
+    """Returns their paths."""
+    paths = set[str]()
+
     def add(method: str, path: str, route: Route, **documented: Any) -> None:
         async def handle(request: Request) -> Response:
             return await route(front, request)
 
         app.add_api_route(path, handle, methods=[method], **documented)
+        paths.add(path)
 
     for path, route, request, response in _POSTED:
         streams = "stream" in request.model_fields
@@ -174,6 +178,7 @@ def _add_routes(app: FastAPI, front: Front) -> None:
     add("GET", "/metrics", status.metrics, response_class=PlainTextResponse)
     for method in ("GET", "HEAD"):
         add(method, "/", status.chat_page, include_in_schema=False)
+    return paths
 
 
 def _add_errors(app: FastAPI) -> None:

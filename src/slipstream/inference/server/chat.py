@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from slipstream.inference.server.answers import ChatFormat, Format, Thinking
 from slipstream.inference.server.calls import CallForm, form_of
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.grammar import Constraints, Lark, dumps, structured
+from slipstream.inference.server.grammar import Constraint, Lark, dumps, structured
 from slipstream.inference.server.requests import (
     MAX_MESSAGES,
     NOT_SERVED,
@@ -248,7 +248,7 @@ def prepare(server: Serving, request: ChatRequest, caller: Caller) -> Prepared:
         max_tokens=server.max_tokens([prompt], requested, server.engine.max_context, "messages"),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         defaults=server.engine.sampling,
-        **constraints._asdict(),
+        **constraints,
     )
     form = ChatFormat(
         request,
@@ -370,21 +370,21 @@ def _thinking(tokenizer: Tokenizer, prompt: str) -> Thinking | None:
     return None if marks is None else Thinking(marks, prompt.rstrip().endswith(marks[0]))
 
 
-def _constraints(server: Serving, request: ChatRequest, thinking: Thinking | None) -> tuple[Constraints, bool]:
+def _constraints(server: Serving, request: ChatRequest, thinking: Thinking | None) -> tuple[Constraint, bool]:
     """The constraints on the output, and whether a strict function is not enforced because its form of calls has no grammar."""
     field, tools = _constraining(request), [] if request.forced() else [tool.function for tool in request.offered()]
     if not tools:
         call = request.forced_schema()
-        bare = structured(request.structured()) if call is None else Constraints(dumps(call, field))
+        bare = structured(request.structured()) if call is None else {"json_schema": dumps(call, field)}
         begun = thinking is not None and thinking.begun  # the output begins within the model's reasoning
-        return _grammar(server, field, thinking, given=bare) if begun and any(bare) else bare, False
+        return _grammar(server, field, thinking, given=bare) if begun and bare else bare, False
     schema, form = request.format_schema(), form_of(server.tokenizer.template)
     strict = any(function.strict for function in tools)
     if schema is not None and not form.begin:
         raise RequestError("response_format beside tools is not served in this model's form of calls", param="response_format")
     if schema is not None or (form.begin and strict):
         return _grammar(server, field, thinking, schema=schema, functions=tools, form=form), False
-    return Constraints(), strict
+    return {}, strict
 
 
 def _constraining(request: ChatRequest) -> str:
@@ -397,18 +397,19 @@ def _grammar(
     field: str,
     thinking: Thinking | None,
     *,
-    given: Constraints = Constraints(),  # noqa: B008 # it is immutable
+    given: Constraint | None = None,
     schema: Any = None,
     functions: Sequence[Function] = (),
     form: CallForm | None = None,
-) -> Constraints:
+) -> Constraint:
     """The constraints on an answer after reasoning, or with calls; `given` or `schema` constrain the answer itself."""
     tools = [(one.name, one.parameters if one.strict and one.parameters else {"type": "object"}) for one in functions]
     marks, begun = (None, False) if thinking is None else thinking
     try:
-        schema = schema if given.json_schema is None else json.loads(given.json_schema)
+        given = given or {}
+        schema = json.loads(given["json_schema"]) if "json_schema" in given else schema
         writer = Lark(server.tokenizer.marks)
-        answer = writer.answer(schema=schema, tools=tools, form=form, thoughts=marks, begun=begun, grammar=given.grammar)
-        return Constraints(None, answer)
+        answer = writer.answer(schema=schema, tools=tools, form=form, thoughts=marks, begun=begun, grammar=given.get("grammar"))
+        return {"grammar": answer}
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{field}: a JSON schema or grammar cannot be served: {error}", param=field) from None

@@ -63,7 +63,7 @@ def prepare(server: Serving, request: CompletionRequest, caller: Caller) -> Prep
     params = request.model_copy(update={"prompt_logprobs": scores}).sampling(
         max_tokens=server.max_tokens(prompts, requested, default, "prompt"),
         logprobs=request.logprobs if width == kept else request.logprobs or 0,  # they rank the best of several
-        **structured(request.structured())._asdict(),
+        **structured(request.structured()),
     )
     form = CompletionFormat(
         request,

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import ExitStack
 
 from starlette.datastructures import Headers
@@ -26,25 +26,6 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # a client's id of this f
 # In a browser's form: without a path, and without the scheme's default port.
 _ORIGIN = re.compile(r"\*|null|(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _OPEN = ("/", "/health")  # no key needed: the page asks the user for one, and load balancers have none
-COUNTED = (
-    "/",
-    "/health",
-    "/metrics",
-    "/v1/models",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/rerank",
-    "/v1/score",
-    "/score",
-    "/tokenize",
-    "/detokenize",
-)  # all others share one label
 _WORK = ("/v1/", "/v2/", "/rerank", "/score")  # prefixes of paths whose requests use the model
 
 
@@ -71,9 +52,12 @@ def refusal(error: RequestError) -> Response:
 class AdmissionGate:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], priority_keys: Sequence[str], traffic: Traffic) -> None:
-        """`priority_keys`: keys whose requests may set `priority`. Without any keys, all requests may."""
-        self.app = app
+    def __init__(
+        self, app: ASGIApp, *, paths: Container[str], api_keys: Sequence[str], priority_keys: Sequence[str], traffic: Traffic
+    ) -> None:
+        """`paths`: those of the routes; all others share a label in the metrics. `priority_keys`: keys whose requests may set
+        `priority`. Without any keys, all requests may."""
+        self.app, self.paths = app, paths
         self.keys = {key.encode(): hashlib.sha256(key.encode()).hexdigest() for key in (*api_keys, *priority_keys)}
         self.prioritizing = {self.keys[key.encode()] for key in priority_keys} if self.keys else {""}
         self.traffic = traffic
@@ -85,7 +69,7 @@ class AdmissionGate:
         # Served, not redirected: a proxy's clients would be sent to an address that only the proxy knows.
         root = scope.get("root_path", "")  # of a mounted app: below it, "/" is the page
         scope = {**scope, "path": scope["path"].rstrip("/") if scope["path"].rstrip("/") != root else f"{root}/"}
-        path = scope["path"] if scope["path"] in COUNTED else "other"
+        path = scope["path"] if scope["path"] in self.paths else "other"
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         status, start = 0, time.perf_counter()

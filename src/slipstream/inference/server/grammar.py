@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from slipstream.inference.constrain import WHITESPACE, as_lark, check_schema
 from slipstream.inference.server.calls import CallForm
@@ -15,34 +15,30 @@ from slipstream.inference.server.errors import RequestError
 FREE = r"/(.|\n)*/"
 
 
-class Constraints(NamedTuple):
-    """At most one of the fields of `SamplingParams`."""
-
-    json_schema: str | None = None
-    grammar: str | None = None
+Constraint = dict[str, Any]  # `json_schema` or `grammar` of `SamplingParams`, or neither
 
 
-def structured(fields: Mapping[str, tuple[str, Any]]) -> Constraints:
+def structured(fields: Mapping[str, tuple[str, Any]]) -> Constraint:
     """The constraint of `SampledFields.structured`, which has at most one entry. Raises RequestError."""
     for name, (kind, value) in fields.items():
         match kind:
             case "json":
-                return Constraints(value if isinstance(value, str) else dumps(value, name))
+                return {"json_schema": value if isinstance(value, str) else dumps(value, name)}
             case "regex":
                 escaped = re.sub(
                     r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), value, flags=re.DOTALL
                 )
-                return Constraints(None, f"start: /{escaped}/")
+                return {"grammar": f"start: /{escaped}/"}
             case "choice":
-                return Constraints(None, "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value))
+                return {"grammar": "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value)}
             case _ if value.lstrip().startswith("{"):
                 raise RequestError(f"{name}: a grammar is Lark or GBNF, not JSON", param=name)
             case _ if "%json" in value and ("multipleOf" in value or "\\u" in value):  # "multiple\u004ff" is multipleOf as well
                 message = f"{name}: %json with multipleOf or with \\u escapes is not served; use a JSON schema"
                 raise RequestError(message, param=name)
             case _:
-                return Constraints(None, value)
-    return Constraints()
+                return {"grammar": value}
+    return {}
 
 
 def dumps(schema: Any, name: str) -> str:

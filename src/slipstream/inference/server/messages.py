@@ -24,7 +24,7 @@ from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.requests import MAX_MESSAGES, CommonFields, Fields
 from slipstream.inference.server.responses import fields_of_tools, nested, nested_format
 from slipstream.inference.server.state import Caller, Front, Prepared, Serving
-from slipstream.inference.server.tokens import MAX_TOKENS, encoded
+from slipstream.inference.server.tokens import MAX_TOKENS
 
 Objects = list[dict[str, JsonValue]]
 _CHAT = {  # a chat request's field -> the field here; tools' are in `CountRequest.names`
@@ -145,10 +145,8 @@ def _count(server: Serving, given: CountRequest) -> tuple[CountBody, Sequence[st
     chat = converted(given.chat(), given.names())
     text, unread = rendered(server, chat)
     context, special = server.engine.max_context, bool(chat.add_special_tokens)
-    if (cut := chat.cut(context, None)) is None:
-        tokens = encoded(server, text, "messages", special, max(context, MAX_TOKENS))
-    else:
-        tokens = server.encode(text, "messages", special=special, cut=cut)
+    most = max(context, MAX_TOKENS)
+    tokens = server.encode(text, "messages", special=special, cut=chat.cut(context, None), most=most)
     return {"input_tokens": len(tokens)}, [*unread, *given.hosted()]
 
 

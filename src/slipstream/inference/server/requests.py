@@ -258,23 +258,15 @@ class SampledFields(CommonFields):
         defaults: Mapping[str, Any] | None = None,
     ) -> SamplingParams:
         """Convert to sampling parameters; `defaults` replace fields that the request leaves out. Raises RequestError."""
-        names = (
-            *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"),
-            *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"),
-            *("include_stop_str_in_output", "skip_special_tokens"),
-        )
-        fields = dict(defaults or {}) | {name: value for name in names if (value := getattr(self, name)) is not None}
+        fields = dict(defaults or {}) | {name: value for name in _SAMPLED if (value := getattr(self, name)) is not None}
         fields["top_k"] = max(0, fields.get("top_k", 0))  # vLLM's -1: all
         fields["thinking_token_budget"] = None if self.thinking_token_budget == -1 else self.thinking_token_budget
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        fields["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         if self.min_tokens is not None and self.min_tokens > max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({max_tokens})", param="min_tokens")
         try:
             return SamplingParams(
                 max_tokens=max_tokens,
-                logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-                stop=tuple(stop),
-                stop_token_ids=tuple(self.stop_token_ids or ()),
                 logprobs=logprobs,
                 prompt_logprobs=self.prompt_logprobs,
                 json_schema=json_schema,
@@ -286,6 +278,7 @@ class SampledFields(CommonFields):
             raise RequestError(str(error), param=param if param in type(self).model_fields else None) from None
 
 
+_SAMPLED = (SamplingParams.__dataclass_fields__.keys() & CommonFields.model_fields.keys()) - {"grammar"}  # which have one meaning
 _CODES = {  # pydantic's error type -> OpenAI's code
     "not_served": "unsupported_parameter",
     "missing": "missing_required_parameter",

@@ -253,18 +253,28 @@ class Serving:
         if prompts * n > MAX_SEQUENCES:
             raise RequestError(f"{prompts} prompts x n ({n}) is more than {MAX_SEQUENCES} sequences", param="n")
 
-    def encode(self, text: str | list[int], param: str, *, special: bool = True, cut: tuple[int, str] | None = None) -> list[int]:
+    def encode(
+        self,
+        text: str | list[int],
+        param: str,
+        *,
+        special: bool = True,
+        cut: tuple[int, str] | None = None,
+        most: int | None = None,
+    ) -> list[int]:
         """The tokens of a text, or tokens as they are, without those that `cut` cuts off (`SampledFields.cut`). `param`: the field
-        that holds the text. Raises RequestError if the text is longer than the context."""
-        most, side = cut or (None, "")
+        that holds the text. Raises RequestError if the text is longer than the context, or has many more tokens than `most`."""
+        kept, side = cut or (None, "")
         if not isinstance(text, str):
-            return text[-most:] if most is not None and side == "left" else text[:most]
-        if most is not None:
-            return self.tokenizer.cut(text, most, side, special=special)
+            return text[-kept:] if kept is not None and side == "left" else text[:kept]
+        if kept is not None:
+            return self.tokenizer.cut(text, kept, side, special=special)
         context = self.engine.max_context
         try:
-            return self.tokenizer.encode(text, special=special, max_tokens=context)
+            return self.tokenizer.encode(text, special=special, max_tokens=most or context)
         except TooLongError:
+            if most is not None:
+                raise RequestError(f"the text has more than {most:,} tokens; send it in parts", param=param) from None
             message = f"the model's context is {context} tokens and the prompt is longer; shorten it"
             raise RequestError(message, param=param, code="context_length_exceeded") from None
 

@@ -13,7 +13,6 @@ from slipstream.inference.server.chat import Message, Tool, templated
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.requests import MAX_MESSAGES, Fields, TokenId, wrong
 from slipstream.inference.server.state import Front, Serving
-from slipstream.inference.text import TooLongError
 
 MAX_TOKENS = 131_072  # per request: the JSON of its response holds the GIL for milliseconds
 
@@ -49,19 +48,10 @@ def _tokenize(server: Serving, given: TokenizeRequest) -> tuple[TokensBody, Sequ
         messages = [message.for_template() for message in given.messages]
         text, unread = templated(server, messages, given.tools or (), given.add_generation_prompt is not False, variables)
         special = False
-    ids = encoded(server, text, "prompt" if given.messages is None else "messages", special, MAX_TOKENS)
+    ids = server.encode(text, "prompt" if given.messages is None else "messages", special=special, most=MAX_TOKENS)
     named = given.return_token_strs
     texts = [server.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids] if named else None
     return {"count": len(ids), "max_model_len": server.engine.max_context, "tokens": ids, "token_strs": texts}, unread
-
-
-def encoded(server: Serving, text: str, param: str, special: bool, most: int) -> list[int]:
-    """The tokens of a text, which need not fit in the context. `param`: the field that holds it. Raises RequestError if it has many
-    more than `most`."""
-    try:
-        return server.tokenizer.encode(text, special=special, max_tokens=most)
-    except TooLongError:
-        raise RequestError(f"the text has more than {most:,} tokens; send it in parts", param=param) from None
 
 
 def _detokenize(server: Serving, given: DetokenizeRequest) -> tuple[TextBody, Sequence[str]]:

@@ -6,9 +6,9 @@ import importlib
 import re
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
-from slipstream.inference.server.gate import COUNTED
 from slipstream.world.extras import needs
 
 
@@ -32,14 +32,14 @@ class Traces:
     It has OpenTelemetry's attributes of an HTTP server, `slipstream.request_id`, and an event `first byte` for the response's body,
     which is the first token of a stream. Spans are sent to the collector in the background."""
 
-    def __init__(self, app: ASGIApp, endpoint: str) -> None:
+    def __init__(self, app: FastAPI, endpoint: str) -> None:
         """`endpoint`: the URL of a collector's traces over HTTP, such as http://localhost:4318/v1/traces."""
         exporter = _exporters()
         sdk, export = (importlib.import_module(f"opentelemetry.sdk.trace{part}") for part in ("", ".export"))
         resources = importlib.import_module("opentelemetry.sdk.resources")
         self.trace: Any = importlib.import_module("opentelemetry.trace")
         self.propagate: Any = importlib.import_module("opentelemetry.propagate")
-        self.app = app
+        self.app, self.paths = app, app.state.paths
         resource = resources.Resource.create({"service.name": "slipstream"})
         self.provider: Any = sdk.TracerProvider(resource=resource, shutdown_on_exit=False)
         self.provider.add_span_processor(export.BatchSpanProcessor(exporter.OTLPSpanExporter(endpoint=endpoint)))
@@ -50,7 +50,7 @@ class Traces:
             await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        path = scope["path"] if scope["path"] in COUNTED else "other"
+        path = scope["path"] if scope["path"] in self.paths else "other"
         attributes = {"http.request.method": scope["method"], "http.route": path, "url.path": scope["path"]}
         with self.tracer.start_as_current_span(
             f"{scope['method']} {path}",
