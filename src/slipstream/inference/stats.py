@@ -72,9 +72,7 @@ class Stats:
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN))  # seconds, from submit
     between_tokens: Histogram = field(default_factory=lambda: Histogram(_BETWEEN_TOKENS))  # seconds
     queue: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN))  # seconds, from submit to the first forward
-    prefill: Histogram = field(
-        default_factory=lambda: Histogram(_FIRST_TOKEN)
-    )  # from the first forward to the first token
+    prefill: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN))  # from the first forward to the first token
     decode: Histogram = field(default_factory=lambda: Histogram(_WHOLE))  # seconds, from the first token to the end
     whole: Histogram = field(default_factory=lambda: Histogram(_WHOLE))  # seconds, from submit to the end
     prompt_lengths: Histogram = field(default_factory=lambda: Histogram(_TOKENS))  # tokens
