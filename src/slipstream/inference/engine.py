@@ -241,9 +241,8 @@ class Engine:
         self._outbox: list[tuple[_Sequence, Output]] = []  # to pass to the sinks without the lock
         self._proven = self._process = 0  # a token that was computed lately; the process of the thread
         self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; lets one pause run at a time
-        self._adapters = dict[str, Any]()  # by name
-        self._totals, self._throughput = Stats(), Throughput()
-        self._ids, self._grammars_lock = itertools.count(), threading.Lock()
+        self._adapters, self._ids = dict[str, Any](), itertools.count()  # adapters by name
+        self._totals, self._throughput, self._grammars_lock = Stats(), Throughput(), threading.Lock()
         self._thread: threading.Thread | None = None
         for name, folder in (adapters or {}).items():
             self.load_adapter(name, folder)
