@@ -1190,6 +1190,11 @@ def test_the_command_refuses_what_is_not_there() -> None:
         ("ds_bench", "--scan", "bench-comm"),
         ("ds_io", "--folder d --io_size 400M --read --queue_depth 8", "bench-disk d --size 400M --depths 8"),
         ("ds_io", "--nvme_dir d", "bench-disk d --size 1G"),
+        (
+            "openai_api_server",
+            "--model a/b --host 0.0.0.0 --port 8000 --max-length 2048 --tensor-parallel 2",
+            "serve a/b --model-name a/b --tp 2 --host 0.0.0.0 --port 8000",
+        ),
     ],
 )
 def test_benchmarks_take_deepspeed_s_options(command: str, given: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:

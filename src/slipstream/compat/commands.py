@@ -1,4 +1,4 @@
-"""DeepSpeed's smaller commands: ds_bench, ds_io, ds_nvme_tune and ds_ssh."""
+"""DeepSpeed's smaller commands (ds_bench, ds_io, ds_nvme_tune, ds_ssh), and DeepSpeed-MII's server."""
 
 from __future__ import annotations
 
@@ -51,6 +51,26 @@ def ds_io() -> int:
     options = parser.parse_args()
     own = {"--size": options.io_size, "--block-sizes": options.block_size, "--depths": options.queue_depth}
     return cli.main(["bench-disk", options.nvme_dir, *(word for pair in own.items() if pair[1] for word in pair)])
+
+
+def openai_api_server() -> int:
+    """`python -m mii.entrypoints.openai_api_server --model FOLDER`: runs `slipstream serve`, and also takes its options."""
+    from slipstream.launch import cli
+
+    name = "mii.entrypoints.openai_api_server"
+    parser = argparse.ArgumentParser(prog=name, description=openai_api_server.__doc__, allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="the model's folder, by which requests name it")
+    parser.add_argument("--tensor-parallel", default="1", help="processes that compute the model together")
+    parser.add_argument("--replica-num", default="1", help="engines with a model each")
+    parser.add_argument("--api-keys", help="A,B: keys of which a request needs one")
+    parser.add_argument("--max-length", "--max_length", help="no effect: an answer ends at max_tokens or the model's context")
+    parser.add_argument("--deployment-name", "--response-role", help="no effect: there is one server, and it is the assistant")
+    options, others = parser.parse_known_args()
+    if options.api_keys is not None:
+        os.environ["SLIPSTREAM_API_KEYS"] = options.api_keys
+    counts = {"--tp": options.tensor_parallel, "--replicas": options.replica_num}
+    processes = [word for flag, count in counts.items() if count != "1" for word in (flag, count)]
+    return cli.main(["serve", options.model, "--model-name", options.model, *processes, *others])
 
 
 def ds_ssh() -> int:

@@ -1,0 +1,1 @@
+"""DeepSpeed-MII's servers, by Slipstream."""
