@@ -68,16 +68,12 @@ def _stack(name: str, shape: Shape, matrices: Sequence[str], stored: Mapping[str
     return Located(replace(stored[names[0]], shape=shape, pieces=tuple(pieces)), names) if names else None
 
 
-class Restacked(NamedTuple):
-    """The tensors of a checkpoint under a model's names."""
-
-    tensors: dict[str, Entry]
-    parts: dict[str, list[str]]  # model name -> names in the checkpoint, if it has the tensor in parts or under another name
-
-
-def restack(tensors: Mapping[str, Entry], wanted: Mapping[str, Shape], needed: Container[str]) -> Restacked:
-    """Replace tensors that the checkpoint has in parts or under an older name by those that `wanted` names. Parts that do not fit
-    stay as they are; raises CheckpointError if they belong to a stack in `needed`."""
+def restack(
+    tensors: Mapping[str, Entry], wanted: Mapping[str, Shape], needed: Container[str]
+) -> tuple[dict[str, Entry], dict[str, list[str]]]:
+    """Replace tensors that the checkpoint has in parts or under an older name by those that `wanted` names: returns the tensors,
+    and the former names of each one that is new. Parts that do not fit stay as they are; raises CheckpointError if they belong to a
+    stack in `needed`."""
     result, parts, misfits = dict(tensors), dict[str, list[str]](), list[str]()
     free = {name: entry for name, entry in tensors.items() if name not in wanted}  # the others already have the model's names
     for name, shape in wanted.items():
@@ -92,7 +88,7 @@ def restack(tensors: Mapping[str, Entry], wanted: Mapping[str, Shape], needed: C
     for each in parts.values():
         for name in each:
             result.pop(name, None)
-    return Restacked(result, parts)
+    return result, parts
 
 
 def _moved(piece: Piece, expert: int, first: int) -> Piece:

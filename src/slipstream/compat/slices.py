@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -51,53 +51,46 @@ _GPT2 = (  # Megatron's names -> those of transformers' GPT-2
 )
 
 
-class Description(NamedTuple):
-    """The meaning of `checkpoint`."""
-
-    files: list[Path]
-    megatron: bool
-    version: float
-
-    @classmethod
-    def of(cls, checkpoint: Any, base_dir: str) -> Description:
-        """From a list of files, a dictionary, or the path of its JSON. Raises ValueError."""
-        folder = Path(base_dir)
-        if isinstance(checkpoint, str | os.PathLike):
-            folder = folder if base_dir else Path(checkpoint).parent
-            checkpoint = read_json(Path(checkpoint))
-        if isinstance(checkpoint, list | tuple):
-            checkpoint = {"type": "Megatron" if len(checkpoint) > 1 else "whole", "checkpoints": checkpoint}
-        if not isinstance(checkpoint, Mapping) or not checkpoint.get("checkpoints"):
-            raise ValueError(f'checkpoint is {checkpoint!r:.200}; it needs {{"type": ..., "version": ..., "checkpoints": [files]}}')
-        named = checkpoint["checkpoints"]
-        if isinstance(named, Mapping):  # DeepSpeed's: {"non_tp": [...], "tp": [...]}
-            named = [file for files in named.values() for file in ([files] if isinstance(files, str) else files)]
-        if checkpoint.get("type") == "ds_model" and checkpoint.get("tp_size", 1) > 1:
-            raise ValueError(f"checkpoint has DeepSpeed's own slices for tp_size {checkpoint['tp_size']}; save it at tp_size 1")
-        megatron, version = checkpoint.get("type") == "Megatron", checkpoint.get("version") or 0
-        if megatron and version not in _VERSIONS:
-            raise ValueError(f"checkpoint has version {version!r}; Megatron's are {', '.join(map(str, _VERSIONS))}")
-        folder = Path(checkpoint.get("base_dir") or folder)
-        return cls([folder / file for file in named], megatron, float(version))
+def _described(checkpoint: Any, base_dir: str) -> tuple[list[Path], float | None]:
+    """The files, and Megatron's version of its slices, that a list of files, a dictionary or the path of its JSON describes; None:
+    they are no slices. Raises ValueError."""
+    folder = Path(base_dir)
+    if isinstance(checkpoint, str | os.PathLike):
+        folder = folder if base_dir else Path(checkpoint).parent
+        checkpoint = read_json(Path(checkpoint))
+    if isinstance(checkpoint, list | tuple):
+        checkpoint = {"type": "Megatron" if len(checkpoint) > 1 else "whole", "checkpoints": checkpoint}
+    if not isinstance(checkpoint, Mapping) or not checkpoint.get("checkpoints"):
+        raise ValueError(f'checkpoint is {checkpoint!r:.200}; it needs {{"type": ..., "version": ..., "checkpoints": [files]}}')
+    named = checkpoint["checkpoints"]
+    if isinstance(named, Mapping):  # DeepSpeed's: {"non_tp": [...], "tp": [...]}
+        named = [file for files in named.values() for file in ([files] if isinstance(files, str) else files)]
+    if checkpoint.get("type") == "ds_model" and checkpoint.get("tp_size", 1) > 1:
+        raise ValueError(f"checkpoint has DeepSpeed's own slices for tp_size {checkpoint['tp_size']}; save it at tp_size 1")
+    megatron, version = checkpoint.get("type") == "Megatron", checkpoint.get("version") or 0
+    if megatron and version not in _VERSIONS:
+        raise ValueError(f"checkpoint has version {version!r}; Megatron's are {', '.join(map(str, _VERSIONS))}")
+    folder = Path(checkpoint.get("base_dir") or folder)
+    return [folder / file for file in named], float(version) if megatron else None
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Any, base_dir: str = "", index: int = 0, size: int = 1) -> None:
     """Load a module's weights; with Megatron, slice `index` of `size`. Raises ValueError or CheckpointError."""
-    given = Description.of(checkpoint, base_dir)
-    states = [_read(path) for path in given.files]
-    if given.megatron:
-        state = join(states, given.version)
+    files, version = _described(checkpoint, base_dir)
+    states = [_read(path) for path in files]
+    if version is not None:
+        state = join(states, version)
         if size > 1:
-            state = {name: cut(name, tensor, index, size, given.version) for name, tensor in state.items()}
+            state = {name: cut(name, tensor, index, size, version) for name, tensor in state.items()}
         elif getattr(getattr(model, "config", None), "model_type", None) == "gpt2":
-            state = _as_gpt2(model.config, state, given.version)
+            state = _as_gpt2(model.config, state, version)
     else:
         state = {}
-        for path, part in zip(given.files, states, strict=True):
+        for path, part in zip(files, states, strict=True):
             if again := sorted(part.keys() & state.keys()):
                 raise ValueError(f"{path} has {again[0]}, which another file of the checkpoint has")
             state |= part
-    _fill(model, state, str(given.files[0]))
+    _fill(model, state, str(files[0]))
 
 
 def save_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
