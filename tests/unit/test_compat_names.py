@@ -741,18 +741,14 @@ def test_classes_that_pickles_name(tmp_path: Path) -> None:
     )
     named = [scalers.LossScaler, scalers.DynamicLossScaler, fragments.fragment_address, stages.ZeroStageEnum]
     assert all(kind.__module__.startswith("deepspeed.") for kind in named)
-    torch.save([scalers.LossScaler(8.0), fragments.fragment_address(2, 3), stages.ZeroStageEnum.weights], tmp_path / "file")
+    moving = scalers.DynamicLossScaler(4.0)
+    moving.cur_iter = 7
+    saved = [scalers.LossScaler(8.0), moving, fragments.fragment_address(2, 3), stages.ZeroStageEnum.weights]
+    torch.save(saved, tmp_path / "file")
     with torch.serialization.safe_globals(named):
-        scaler, address, stage = torch.load(tmp_path / "file", weights_only=True)
-    assert (scaler.loss_scale, address.start, int(stage)) == (8.0, 3, 3)
-    scaler = scalers.DynamicLossScaler(init_scale=8.0, scale_window=2, min_scale=2.0, delayed_shift=2)
-    scales = []
-    for overflow in (True, True, False, False, True, False, False, False, True, True):
-        scaler.update_scale(overflow)
-        scales.append(scaler.loss_scale)
-    assert scales == [8, 4, 4, 4, 2, 2, 2, 4, 4, 2]
-    with pytest.raises(OverflowError, match="lowest loss scale, 2"):
-        scaler.update_scale(True)
+        scaler, moving, address, stage = torch.load(tmp_path / "file", weights_only=True)
+    assert (scaler.loss_scale, scaler.dynamic, address.start, int(stage)) == (8.0, False, 3, 3)
+    assert (moving.loss_scale, moving.dynamic, moving.cur_iter) == (4.0, True, 7)
 
 
 def test_estimates_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
