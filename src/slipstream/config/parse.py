@@ -207,12 +207,6 @@ def _one_less(word: str) -> set[str]:
     return {word[:100], *(word[:i] + word[i + 1 : 100] for i in range(min(len(word), 100)))}
 
 
-@cache
-def _unset(block: type[Block], path: str) -> tuple[KeyValue, ...]:
-    """The leaves of a block in a config that has none of its keys."""
-    return tuple(_leaves(block(), path, path))
-
-
 def _leaves(block: Block, key: str = "", path: str = "") -> Iterator[KeyValue]:
     for name, field in type(block).model_fields.items():
         value = getattr(block, name)
@@ -224,9 +218,7 @@ def _leaves(block: Block, key: str = "", path: str = "") -> Iterator[KeyValue]:
             for item_name, item in items:
                 yield from _leaves(item, f"{key}{name}.*.", f"{path}{name}.{item_name}.")
         elif value is not None:
-            kind: type[Block] = type(value)
-            is_default = not value.model_fields_set and key == path and name not in block.model_fields_set
-            yield from (_unset(kind, f"{path}{name}.") if is_default else _leaves(value, f"{key}{name}.", f"{path}{name}."))
+            yield from _leaves(value, f"{key}{name}.", f"{path}{name}.")
 
 
 def _explain(error: ValidationError) -> str:

@@ -67,38 +67,34 @@ def parse_filter(text: str, flag: str) -> dict[str, tuple[int, ...] | None]:
     return chosen
 
 
-def _chosen(hosts: Sequence[Host], text: str, flag: str) -> dict[str, tuple[int, ...] | None]:
-    """Parse a filter. Raises ValueError if it names a host or device that `hosts` do not have."""
-    chosen = parse_filter(text, flag)
-    by_name = {host.name: host for host in hosts}
-    for name, devices in chosen.items():
-        if name not in by_name:
-            raise ValueError(f"{flag}: unknown host {name}; the hosts are {', '.join(by_name)}")
-        slots = by_name[name].devices
+def _chosen(hosts: Sequence[Host], text: str, flag: str) -> dict[str, tuple[int, ...]]:
+    """The devices of each host that a filter names. Raises ValueError if it names a host or device that `hosts` do not have."""
+    devices_of = {host.name: host.devices for host in hosts}
+    chosen = {}
+    for name, devices in parse_filter(text, flag).items():
+        if name not in devices_of:
+            raise ValueError(f"{flag}: unknown host {name}; the hosts are {', '.join(devices_of)}")
+        slots = devices_of[name]
         if missing := [device for device in devices or () if device not in slots]:
             numbers = ", ".join(map(str, missing))
             raise ValueError(f"{flag}: host {name} has no slot {numbers}; it has slots {min(slots)} to {max(slots)}")
+        chosen[name] = devices or slots
     return chosen
 
 
 def include(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
     """Keep the hosts and devices that the filter names. Raises ValueError for an invalid filter."""
     chosen = _chosen(hosts, text, "--include")
-    return tuple(replace(host, devices=chosen[host.name] or host.devices) for host in hosts if host.name in chosen)
+    return tuple(replace(host, devices=chosen[host.name]) for host in hosts if host.name in chosen)
 
 
 def exclude(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
     """Drop the hosts and devices that the filter names. Raises ValueError for an invalid filter, or if no host is left."""
     chosen = _chosen(hosts, text, "--exclude")
-    remaining = []
-    for host in hosts:
-        dropped = (chosen[host.name] or host.devices) if host.name in chosen else ()
-        devices = tuple(device for device in host.devices if device not in dropped)
-        if devices:
-            remaining.append(replace(host, devices=devices))
-    if not remaining:
+    left = {host: tuple(device for device in host.devices if device not in chosen.get(host.name, ())) for host in hosts}
+    if not any(left.values()):
         raise ValueError(f"--exclude {text!r} leaves no hosts; exclude fewer")
-    return tuple(remaining)
+    return tuple(replace(host, devices=devices) for host, devices in left.items() if devices)
 
 
 def limit(hosts: Sequence[Host], num_nodes: int | None, num_ranks: int | None) -> tuple[Host, ...]:
