@@ -74,7 +74,7 @@ def test_refusals_are_counted_by_their_reason(address: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("127.0.0.1:1",), "http://127.0.0.1:1: cannot connect (Connect call failed ('127.0.0.1', 1)); is the server running?"),
+        (("127.0.0.1:1",), "http://127.0.0.1:1: cannot connect (Connection refused); is the server running?"),
         (("ftp://somewhere",), "'ftp://somewhere' is not a server URL"),
         (("--rate=0",), "'0' is not a number above 0"),
         (("--shared=1",), "'1' is not a fraction"),

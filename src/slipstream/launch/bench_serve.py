@@ -8,25 +8,21 @@ exactly the requested length.
 from __future__ import annotations
 
 import argparse
-import asyncio
+import http.client
 import json
 import math
 import random
 import ssl
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
-
-from slipstream.world.extras import needs
-
-with needs("the load generator", extra="serve"):
-    import h11
 
 __all__ = ["execute"]
 
@@ -86,23 +82,22 @@ class Client:
             raise ValueError(f"{url!r} is not a server URL; write http://127.0.0.1:8000")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self._host, self._port = parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]
-        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, parts.port
         self._timeout, self._more = timeout, more or {}
-        self._headers = [("host", parts.netloc), ("connection", "close"), ("content-type", "application/json")]
+        self._headers = {"connection": "close", "content-type": "application/json"}
         if key is not None:
-            self._headers.append(("authorization", f"Bearer {key}"))
+            self._headers["authorization"] = f"Bearer {key}"
 
-    async def model(self) -> str:
+    def model(self) -> str:
         """The first model in /v1/models."""
-        async with self._send("GET", "/v1/models", None) as chunks:
-            answer = b"".join([chunk async for chunk in chunks])
+        answer = b"".join(self._send("GET", "/v1/models", None))
         try:
             return str(json.loads(answer)["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
             raise ServerError("/v1/models lists no model; name it with --model") from None
 
-    async def complete(self, model: str, request: LoadRequest, answer: RequestTimes, start: float) -> None:
+    def complete(self, model: str, request: LoadRequest, answer: RequestTimes, start: float) -> None:
         """Stream one completion and record the times of its parts in `answer`. Raises ServerError for an invalid response."""
         body = {
             "model": model,
@@ -115,14 +110,13 @@ class Client:
             **self._more,
         }
         try:
-            async with self._send("POST", "/v1/completions", json.dumps(body).encode()) as chunks:
-                async for event in _events(chunks):
-                    if error := event.get("error"):
-                        raise ServerError(str(error.get("message", error) if isinstance(error, dict) else error))
-                    if event.get("choices"):
-                        answer.times.append(time.perf_counter() - start)
-                    if usage := event.get("usage"):
-                        answer.prompt_tokens, answer.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+            for event in _events(self._send("POST", "/v1/completions", json.dumps(body).encode())):
+                if error := event.get("error"):
+                    raise ServerError(str(error.get("message", error) if isinstance(error, dict) else error))
+                if event.get("choices"):
+                    answer.times.append(time.perf_counter() - start)
+                if usage := event.get("usage"):
+                    answer.prompt_tokens, answer.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
         except (LookupError, TypeError, AttributeError) as error:
             raise ServerError(f"invalid completion chunk: {type(error).__name__}: {error}") from error
         finally:
@@ -132,54 +126,35 @@ class Client:
         if answer.output_tokens != request.outputs:
             raise ServerError("an output does not have the requested length: the server ignores ignore_eos or max_tokens")
 
-    @asynccontextmanager
-    async def _send(self, method: str, path: str, body: bytes | None) -> AsyncIterator[AsyncIterator[bytes]]:
+    def _send(self, method: str, path: str, body: bytes | None) -> Iterator[bytes]:
         """Send a request; yields the parts of the body as they arrive. Raises ServerError if the status is not 200."""
-        async with asyncio.timeout(self._timeout):
+        until = time.monotonic() + self._timeout
+        with closing(self._kind(self._host, self._port, timeout=self._timeout)) as connection:
             try:
-                reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
+                connection.connect()
             except (ssl.SSLError, TimeoutError):
                 raise
             except OSError as error:
                 raise ServerError(f"cannot connect ({error.strerror or error}); is the server running?") from error
             try:
-                connection = h11.Connection(h11.CLIENT)
-                headers = [*self._headers, ("content-length", str(len(body or b"")))]
-                writer.write(connection.send(h11.Request(method=method, target=self._path + path, headers=headers)) or b"")
-                writer.write((connection.send(h11.Data(data=body)) if body else b"") or b"")
-                connection.send(h11.EndOfMessage())
-                await writer.drain()
-                status, chunks = 0, _received(connection, reader)
-                async for event in chunks:
-                    if isinstance(event, h11.Response):
-                        status = event.status_code
-                        break
-                data = (bytes(event.data) async for event in chunks if isinstance(event, h11.Data))
-                if status != 200:
-                    raise ServerError(f"{method} {path}: {_reason(status, b''.join([chunk async for chunk in data]))}")
-                yield data
-            finally:
-                writer.close()
+                connection.request(method, self._path + path, body, self._headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise ServerError(f"{method} {path}: {_reason(response.status, response.read())}")
+                while part := response.read1(1 << 16):
+                    if time.monotonic() > until:
+                        raise TimeoutError
+                    yield part
+            except (http.client.HTTPException, ConnectionError) as error:
+                raise ServerError(f"incomplete response: {error}") from error
+            if response.length:
+                raise ServerError(f"incomplete response: {response.length} bytes are missing")
 
 
-async def _received(connection: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[Any]:
-    try:
-        while True:
-            event = connection.next_event()
-            if event is h11.NEED_DATA:
-                connection.receive_data(await reader.read(1 << 16))
-            elif isinstance(event, (h11.EndOfMessage, h11.ConnectionClosed)):
-                return
-            else:
-                yield event
-    except (h11.RemoteProtocolError, ConnectionError) as error:
-        raise ServerError(f"incomplete response: {error}") from error
-
-
-async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+def _events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Parse server-sent events, without the final [DONE]."""
     partial = b""
-    async for chunk in chunks:
+    for chunk in chunks:
         *lines, partial = (partial + chunk).split(b"\n")
         for line in lines:
             data = line.removeprefix(b"data:").strip()
@@ -208,7 +183,7 @@ def trace(options: argparse.Namespace) -> list[LoadRequest]:
     return requests
 
 
-async def _run(
+def _run(
     server: Client,
     model: str,
     requests: Sequence[LoadRequest],
@@ -217,14 +192,13 @@ async def _run(
     failed: list[tuple[RequestTimes, str]],
 ) -> None:
     start = time.perf_counter()
-    slots = asyncio.Semaphore(concurrency)
+    slots = threading.Semaphore(concurrency)
 
-    async def send(request: LoadRequest) -> None:
-        await asyncio.sleep(request.at - (time.perf_counter() - start))
-        async with slots:
+    def send(request: LoadRequest) -> None:
+        with slots:
             answer = RequestTimes(request.at)
             try:
-                await server.complete(model, request, answer, start)
+                server.complete(model, request, answer, start)
             except TimeoutError:
                 failed.append((answer, "timed out (--timeout)"))
             except (OSError, ServerError, ValueError) as error:
@@ -232,9 +206,13 @@ async def _run(
             else:
                 done.append(answer)
 
-    async with asyncio.TaskGroup() as group:
-        for request in requests:
-            group.create_task(send(request))
+    threads = []
+    for request in requests:
+        time.sleep(max(0.0, request.at - (time.perf_counter() - start)))
+        threads.append(threading.Thread(target=send, args=(request,), daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -299,9 +277,8 @@ def execute(options: argparse.Namespace) -> int:
     done: list[RequestTimes] = []
     failed: list[tuple[RequestTimes, str]] = []
     interrupted = False
-
-    async def run() -> None:
-        model = options.model or await server.model()
+    try:
+        model = options.model or server.model()
         pace = "all at once" if math.isinf(options.rate) else f"{options.rate:g} per second"
         shared = f", {options.shared:.0%} of the mean prompt shared" if options.shared else ""
         print(
@@ -309,10 +286,7 @@ def execute(options: argparse.Namespace) -> int:
             f"{options.output_tokens}, both +- {options.spread:.0%}{shared}",
             file=sys.stderr,
         )
-        await _run(server, model, requests, options.concurrency or len(requests), done, failed)
-
-    try:
-        asyncio.run(run())
+        _run(server, model, requests, options.concurrency or len(requests), done, failed)
     except KeyboardInterrupt:
         interrupted = True
     except (OSError, ServerError) as error:
