@@ -31,8 +31,9 @@ import slipstream
 from slipstream.inference import wire
 from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
-from slipstream.inference.engine import Engine, Output
+from slipstream.inference.engine import Engine
 from slipstream.inference.replica import Session, facts_of
+from slipstream.inference.sequence import Output
 from slipstream.inference.server import ReplicaError, Router
 from slipstream.inference.server.remote import ReplicaState
 from slipstream.inference.server.router import Backlog, backlog, prefix_keys, ranked

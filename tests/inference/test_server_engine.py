@@ -25,7 +25,8 @@ openai = pytest.importorskip("openai")
 
 from slipstream.inference.constrain import Constraint  # noqa: E402
 from slipstream.inference.core import Batch, Finish, Request, SamplingParams  # noqa: E402
-from slipstream.inference.engine import Engine, Handle  # noqa: E402
+from slipstream.inference.engine import Engine  # noqa: E402
+from slipstream.inference.sequence import Handle  # noqa: E402
 from slipstream.inference.server import Router  # noqa: E402
 from slipstream.inference.server import generation as generation_module  # noqa: E402
 from slipstream.inference.server.generation import Compiling, Mailbox, Unread, Work  # noqa: E402

@@ -20,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.inference.core import Batch, Chunk, Finish, ForwardSize, Generate, QueueFullError, SamplingParams
-from slipstream.inference.engine import ClosedError, Engine, Handle, Output
+from slipstream.inference.engine import ClosedError, Engine
 from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _as_list, _sampling
 from slipstream.inference.initialize import _options, init_inference
+from slipstream.inference.sequence import Handle, Output
 from slipstream.inference.text import BYTE_OF, Tokenizer
 from slipstream.launch import talk
 from slipstream.launch.cli import build_parser, main

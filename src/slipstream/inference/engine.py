@@ -5,8 +5,7 @@ briefly and never wait for a forward. The engine's thread reports a request's pr
 the lock. The last `Output` of each sequence always carries `finish` and `usage`. An error inside one request ends only that
 request. If a forward fails, only the requests that also fail alone end.
 
-Glossary: `submit` returns a `Handle` with `n` *sequences*. Each is a scheduler `Request` plus the state of its text and its
-constraint.
+Glossary: `submit` returns a `Handle` with `n` *sequences* (`sequence`).
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.constrain import Constraint, Grammars
 from slipstream.inference.core import (
-    NO_TARGET,
     Batch,
     Chunk,
     Finish,
@@ -45,10 +43,11 @@ from slipstream.inference.draft_model import FEW, DraftModel
 from slipstream.inference.drafts import accept
 from slipstream.inference.sampler import LogitsRow, Sampled, Sampler
 from slipstream.inference.scheduler import MAX_RUNNING, Scheduler, budget_of, receivers
+from slipstream.inference.sequence import AnswerSequence, Handle, Logprob, Output, Sink
 from slipstream.inference.stats import Stats, Throughput, Use
 from slipstream.inference.text import StopStrings, Stream, Tokenizer
 
-__all__ = ["ClosedError", "Engine", "FailedError", "Handle", "Logprob", "Output", "Sink", "Usage"]
+__all__ = ["ClosedError", "Engine", "FailedError"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,112 +61,6 @@ class ClosedError(RuntimeError):
 
 class FailedError(RuntimeError):
     """A request fails, and would fail again; the engine serves others."""
-
-
-class Usage(NamedTuple):
-    prompt_tokens: int
-    cached_tokens: int  # prompt tokens found in the prefix cache
-    completion_tokens: int  # including the end token
-
-
-class Logprob(NamedTuple):
-    token_id: int
-    logprob: float
-    top: Sequence[tuple[int, float]]  # (token id, logprob) of the params.logprobs most likely tokens, descending
-    rank: int = 0  # 1: the most likely token
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """An increment of one sequence. `text` can lag behind `token_ids`: incomplete UTF-8 and possible stop strings are held back."""
-
-    index: int  # 0 to n - 1
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[Logprob, ...] = ()  # one per token, if requested
-    finish: Finish | None = None  # only in the last Output, like usage and error
-    usage: Usage | None = None
-    error: str | None = None  # the reason, if finish is ERROR
-    prompt_logprobs: tuple[Logprob | None, ...] | None = None  # one per token of the prompt, if requested; only in the first Output
-    stopped_by: str | int | None = None  # the stop string, or of stop_token_ids, that ended it; None: an end token, or no end yet
-
-
-Sink = Callable[[Output], object]
-
-
-def nbytes_of(output: Output) -> int:
-    """Approximate memory of an output in bytes, from measurements."""
-    scored = (one for one in (*output.logprobs, *(output.prompt_logprobs or ())) if one is not None)
-    return 400 + len(output.text) + sum(200 + 130 * len(one.top) for one in scored)
-
-
-@dataclass(slots=True, eq=False)
-class Handle:
-    """A submitted prompt, for `cancel`."""
-
-    id: str
-    sink: Sink
-    sequences: list[_Sequence] = field(default_factory=list)
-    scored: list[Logprob | None] = field(default_factory=list)  # the prompt's tokens so far; None for the first
-
-    @property
-    def num_prompt(self) -> int:
-        return self.sequences[0].request.num_prompt
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Sequence:
-    """One of the n sequences of a prompt. After `submit`, only the engine's thread accesses it."""
-
-    index: int
-    handle: Handle
-    request: Request
-    stream: Stream | None  # None without a tokenizer: no text
-    stops: StopStrings
-    constraint: Constraint | None
-    started: float = 0.0  # perf_counter at its first forward; 0: none yet, or it is a sibling
-    first_token: float = 0.0  # perf_counter at its first token; 0: none yet
-    last_token: float = 0.0  # perf_counter at its last token; 0: none yet
-    num_reported: int = 0  # tokens in the outputs so far
-
-    def take(self, tokens: Sequence[Sampled], finish: Finish | None) -> Output:
-        """Return the Output for the next tokens. `finish`: why the last one ends the sequence; a stop string can end it earlier."""
-        is_first, text = not self.num_reported, ""
-        for num, sampled in enumerate(tokens, 1):
-            self.num_reported += 1
-            if self.constraint is not None:
-                self.constraint.accept(sampled.token)
-            if finish is Finish.STOP and num == len(tokens) and not self.request.params.include_stop_str_in_output:
-                break  # the end token is not part of the text
-            text += self._pass("" if self.stream is None else self.stream.push([sampled.token]))
-            if self.stops.matched is not None:
-                tokens, finish = tokens[:num], Finish.STOP
-                break
-        output = self._output(text, tokens, finish)
-        is_scored = is_first and self.request.params.prompt_logprobs is not None
-        return replace(output, prompt_logprobs=tuple(self.handle.scored or [None])) if is_scored else output
-
-    def end(self, finish: Finish, error: str | None = None) -> Output:
-        """Return the Output that ends the sequence without another token."""
-        return replace(self._output("", (), finish), error=error)
-
-    def _pass(self, text: str) -> str:
-        """Filter `text` through the stop strings, which are inactive below min_tokens."""
-        return text if self.num_reported < self.request.params.min_tokens else self.stops.push(text)
-
-    def _output(self, text: str, tokens: Sequence[Sampled], finish: Finish | None) -> Output:
-        usage = None
-        if finish is not None:
-            if self.stream is not None:
-                text += self._pass(self.stream.finish())
-            text += self.stops.finish()
-            usage = Usage(self.request.num_prompt, self.request.num_cached, self.num_reported)
-        logprobs = tuple(Logprob(one.token, one.logprob, one.top, one.rank) for one in tokens if one.logprob is not None)
-        ids = tuple(sampled.token for sampled in tokens)
-        stopped: str | int | None = self.stops.matched
-        if stopped is None and finish is Finish.STOP and ids[-1] in self.request.params.stop_token_ids:
-            stopped = ids[-1]
-        return Output(self.index, text, ids, logprobs, finish, usage, stopped_by=stopped)
 
 
 @dataclass(slots=True)
@@ -236,9 +129,9 @@ class Engine:
         # When work arrives or the state changes, `_work` is notified, and `_stop` becomes nonzero to end a batch of several steps.
         self._work, self._stop = threading.Condition(self._lock), ctypes.c_int32()
         self._state, self._why = _EngineState.SERVING, ""  # `_why`: the reason for DEAD
-        self._sequences: dict[Request, _Sequence] = {}  # unfinished ones
+        self._sequences: dict[Request, AnswerSequence] = {}  # unfinished ones
         self._cancelled, self._holds = list[Handle](), dict[Handle, bool]()  # since the last forward; True: hold, False: resume
-        self._outbox: list[tuple[_Sequence, Output]] = []  # to pass to the sinks without the lock
+        self._outbox: list[tuple[AnswerSequence, Output]] = []  # to pass to the sinks without the lock
         self._proven = self._process = 0  # a token that was computed lately; the process of the thread
         self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; lets one pause run at a time
         self._adapters, self._ids = dict[str, Any](), itertools.count()  # adapters by name
@@ -324,8 +217,7 @@ class Engine:
             stream = None if self.tokenizer is None else Stream(self.tokenizer, ids, params.skip_special_tokens)
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
             constraint = self._constraint(params) if params.constrained else None
-            sequence = _Sequence(index=index, handle=handle, request=request, stream=stream, stops=stops, constraint=constraint)
-            handle.sequences.append(sequence)
+            handle.sequences.append(AnswerSequence(index, handle, request, stream, stops, constraint))
         first, *others = (sequence.request for sequence in handle.sequences)
         first.siblings = others
         with self._lock:
@@ -737,7 +629,7 @@ class Engine:
                 except Exception as error:  # an error in its constraint or its text; the other requests continue
                     logger.warning("%s ends with an error", request.id, exc_info=True)
                     output = sequence.end(Finish.ERROR, text_of(error))
-                self._measure(sequence, len(output.token_ids), now)
+                sequence.measure(self._totals, len(output.token_ids), now)
                 if output.finish is not None:
                     self._scheduler.finish(request, output.finish)
                     self._forget(sequence, output.finish)
@@ -755,7 +647,7 @@ class Engine:
             self._end(list(self._sequences.values()), finish, error)
         self._send_outputs()
 
-    def _end(self, sequences: Sequence[_Sequence], finish: Finish, error: str | None = None) -> None:
+    def _end(self, sequences: Sequence[AnswerSequence], finish: Finish, error: str | None = None) -> None:
         """End the unfinished ones, and the siblings that cannot start without them. Hold the lock."""
         for sequence in sequences:
             self._scheduler.finish(sequence.request, finish)
@@ -765,36 +657,12 @@ class Engine:
                     self._forget(sequence, finish)
                     self._outbox.append((sequence, sequence.end(finish, error)))
 
-    def _forget(self, sequence: _Sequence, finish: Finish) -> None:
+    def _forget(self, sequence: AnswerSequence, finish: Finish) -> None:
         del self._sequences[sequence.request]
         self._sampler.forget(sequence.request)
         if self._drafter is not None:
             self._drafter.forget(sequence.request)
-        self._totals.finished[finish] += 1
-        now, request = time.perf_counter(), sequence.request
-        if request.target != NO_TARGET:
-            missed = request.missed or now > request.deadline  # missed at a token, or because the next one is overdue
-            self._totals.targets_missed += missed
-            self._totals.targets_met += not missed and finish in (Finish.STOP, Finish.LENGTH)
-        self._totals.whole.add(now - request.arrival)
-        if sequence.first_token:
-            self._totals.decode.add(now - sequence.first_token)
-        self._totals.output_lengths.add(sequence.num_reported)
-
-    def _measure(self, sequence: _Sequence, num: int, now: float) -> None:
-        """Record the latency of `num` tokens that a sequence got at `now`."""
-        if num and sequence.last_token:
-            self._totals.between_tokens.add((now - sequence.last_token) / num, num)
-        elif num:
-            sequence.first_token = now
-            self._totals.time_to_first_token.add(now - sequence.request.arrival)
-            if sequence.started:
-                self._totals.prefill.add(now - sequence.started)
-            if sequence.index == 0:
-                self._totals.prompt_tokens += sequence.request.num_prompt
-                self._totals.prompt_lengths.add(sequence.request.num_prompt)
-                self._totals.cached_tokens += sequence.request.num_cached
-        sequence.last_token = now
+        sequence.measure_end(self._totals, finish, time.perf_counter())
 
     def _send_outputs(self) -> float:
         """Pass the outputs to the sinks. Returns the seconds that sinks blocked for slow readers: they are no time of a forward."""

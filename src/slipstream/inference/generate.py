@@ -32,10 +32,11 @@ from torch import Tensor
 
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.embedding import EmbeddingEngine
-from slipstream.inference.engine import Engine, Handle, Logprob, Output, Usage
+from slipstream.inference.engine import Engine
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.options import Refused, check_int, read_options
 from slipstream.inference.ranks import ServingRanks
+from slipstream.inference.sequence import Handle, Logprob, Output, Usage
 from slipstream.inference.update import UpdateTarget
 
 __all__ = ["Completion", "Delta", "GenerationError", "InferenceEngine"]

@@ -32,8 +32,9 @@ import torch
 from slipstream.inference import wire
 from slipstream.inference.core import Finish, SamplingParams
 from slipstream.inference.embedding import EmbeddingEngine
-from slipstream.inference.engine import Engine, Handle, Output
+from slipstream.inference.engine import Engine
 from slipstream.inference.kv_cache import reserved_nbytes
+from slipstream.inference.sequence import Handle, Output
 
 if TYPE_CHECKING:
     from slipstream.inference.assembly import Assembled

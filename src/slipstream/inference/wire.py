@@ -29,7 +29,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from slipstream.inference.core import Finish, QueueFullError, Request, SamplingParams
-from slipstream.inference.engine import ClosedError, FailedError, Logprob, Output, Usage, nbytes_of
+from slipstream.inference.engine import ClosedError, FailedError
+from slipstream.inference.sequence import Logprob, Output, Usage, nbytes_of
 from slipstream.inference.stats import Histogram, Stats
 from slipstream.inference.tls import Connection
 

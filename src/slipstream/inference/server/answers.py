@@ -19,7 +19,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from slipstream.inference.core import Finish
-from slipstream.inference.engine import Logprob, Output, Usage
+from slipstream.inference.sequence import Logprob, Output, Usage
 from slipstream.inference.server.bodies import (
     ChatChoice,
     ChatLogprobs,

@@ -24,7 +24,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.inference.core import NO_TARGET, Finish, QueueFullError, SamplingParams, Target
-from slipstream.inference.engine import ClosedError, FailedError, Output, Usage, nbytes_of
+from slipstream.inference.engine import ClosedError, FailedError
+from slipstream.inference.sequence import Output, Usage, nbytes_of
 from slipstream.inference.server.answers import joined
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON

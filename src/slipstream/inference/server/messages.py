@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field, JsonValue
 
 from slipstream.inference.core import Finish
-from slipstream.inference.engine import Usage
+from slipstream.inference.sequence import Usage
 from slipstream.inference.server.answers import BlocksFormat, ChatFormat, event
 from slipstream.inference.server.bodies import CountBody
 from slipstream.inference.server.chat import converted, prepare_converted, rendered, text_of

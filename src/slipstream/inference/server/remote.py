@@ -16,7 +16,8 @@ from typing import Any
 
 from slipstream.inference import wire
 from slipstream.inference.core import Finish, SamplingParams
-from slipstream.inference.engine import ClosedError, Output, Sink, Usage
+from slipstream.inference.engine import ClosedError
+from slipstream.inference.sequence import Output, Sink, Usage
 from slipstream.inference.server.answers import joined
 from slipstream.inference.stats import Stats, settled, total
 from slipstream.inference.wire import Link

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from slipstream.inference.core import Finish
-from slipstream.inference.engine import Usage
+from slipstream.inference.sequence import Usage
 from slipstream.inference.server.answers import BlocksFormat, ChatFormat, event
 from slipstream.inference.server.chat import prepare_converted, text_of
 from slipstream.inference.server.errors import RequestError

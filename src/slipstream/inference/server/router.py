@@ -29,7 +29,8 @@ import torch
 from slipstream.inference import stats, wire
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams, target_of
 from slipstream.inference.embedding import Embedded, EmbeddingEngine, Pooling, Scored
-from slipstream.inference.engine import ClosedError, Engine, FailedError, Output, Sink
+from slipstream.inference.engine import ClosedError, Engine, FailedError
+from slipstream.inference.sequence import Output, Sink
 from slipstream.inference.server.remote import MOVES, LostError, RemoteEngine, ReplicaState, Ticket
 from slipstream.inference.server.sources import Connected, EngineProcess, ReplicaError, Spare, Zygote
 from slipstream.inference.source import open_tokenizer
