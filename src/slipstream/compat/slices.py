@@ -67,11 +67,11 @@ def _described(checkpoint: Any, base_dir: str) -> tuple[list[Path], float | None
         named = [file for files in named.values() for file in ([files] if isinstance(files, str) else files)]
     if checkpoint.get("type") == "ds_model" and checkpoint.get("tp_size", 1) > 1:
         raise ValueError(f"checkpoint has DeepSpeed's own slices for tp_size {checkpoint['tp_size']}; save it at tp_size 1")
-    megatron, version = checkpoint.get("type") == "Megatron", checkpoint.get("version") or 0
-    if megatron and version not in _VERSIONS:
+    version = (checkpoint.get("version") or 0) if checkpoint.get("type") == "Megatron" else None
+    if version not in (None, *_VERSIONS):
         raise ValueError(f"checkpoint has version {version!r}; Megatron's are {', '.join(map(str, _VERSIONS))}")
     folder = Path(checkpoint.get("base_dir") or folder)
-    return [folder / file for file in named], float(version) if megatron else None
+    return [folder / file for file in named], version
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Any, base_dir: str = "", index: int = 0, size: int = 1) -> None:
