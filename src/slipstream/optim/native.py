@@ -254,23 +254,19 @@ class MomentStore(Store):
         self.scales = torch.zeros(-(-codes.numel // _CODED), dtype=torch.float32, device=device)
 
     def get(self, start: int, stop: int) -> Tensor:
-        first, last = self._blocks(start, stop)
-        return self._read(first, last).float()[start - first : stop - first]
+        first = start // _CODED
+        return self._read(first, -(-stop // _CODED)).float()[start - first * _CODED :][: stop - start]
 
     def put(self, start: int, values: Tensor) -> None:
-        stop = start + values.numel()
-        first, last = self._blocks(start, stop)
+        first, last = start // _CODED, -(-(start + values.numel()) // _CODED)
         state = self._read(first, last).float()
-        state[start - first : stop - first] = values
+        state[start - first * _CODED :][: values.numel()] = values
         coded = Blocks.of(state, self.codes.dtype)
-        self.codes.put(first, coded.codes)
-        self.scales[first // _CODED : -(-last // _CODED)] = coded.scales
-
-    def _blocks(self, start: int, stop: int) -> tuple[int, int]:
-        return start // _CODED * _CODED, min(-(-stop // _CODED) * _CODED, self.numel)
+        self.codes.put(first * _CODED, coded.codes)
+        self.scales[first:last] = coded.scales
 
     def _read(self, first: int, last: int) -> Blocks:
-        return Blocks(self.codes.get(first, last), self.scales[first // _CODED : -(-last // _CODED)])
+        return Blocks(self.codes.get(first * _CODED, min(last * _CODED, self.numel)), self.scales[first:last])
 
     @property
     def resident_nbytes(self) -> int:

@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from inspect import ismethod
@@ -553,13 +554,13 @@ class Hooks:
         return phase
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """One call of a block in a forward: the units that it needs and owns, and the pass in which its backward runs (0: none yet)."""
 
-    __slots__ = ("entered", "own", "units")
-
-    def __init__(self, units: Sequence[Unit], own: Sequence[Unit]) -> None:
-        self.units, self.own, self.entered = units, own, 0
+    units: Sequence[Unit]
+    own: Sequence[Unit]
+    entered: int = 0
 
 
 _UNPICKLED = (

@@ -72,17 +72,17 @@ def _set_grad(param: nn.Parameter, value: torch.Tensor | None) -> None:
     drop_grad(param)
 
 
+def _get_grad(param: nn.Parameter) -> torch.Tensor | None:
+    grad = raw_grad(param)
+    if grad is None and _unit(param).window.holds_gradient:
+        raise _no_gradient(param)
+    return grad
+
+
 class ReducedParameter(nn.Parameter):
     """A parameter whose gradient is in its unit's buffers until the optimizer has used it."""
 
     owner: weakref.ref[Any]
-
-    def _get_grad(self) -> torch.Tensor | None:
-        grad = raw_grad(self)
-        if grad is not None:
-            return grad
-        raise _no_gradient(self)
-
     grad = property(_get_grad, _set_grad)
 
 
@@ -90,6 +90,7 @@ class ReleasedParameter(nn.Parameter):
     """A parameter whose weights are sharded and not gathered."""
 
     owner: weakref.ref[Any]
+    grad = property(_get_grad, _set_grad)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -102,14 +103,6 @@ class ReleasedParameter(nn.Parameter):
             if isinstance(param, ReleasedParameter) and not (_unit(param).copy_on_read() or _unit(param).gather_on_read()):
                 _refuse(param, getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
-
-    def _get_grad(self) -> torch.Tensor | None:
-        grad = raw_grad(self)
-        if grad is not None or not _unit(self).window.holds_gradient:
-            return grad
-        raise _no_gradient(self)
-
-    grad = property(_get_grad, _set_grad)
 
     @property
     def data(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ by its name or its elements' class. Any other module that chooses counts if it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,20 +115,10 @@ def _are_experts(name: str, module: nn.Module) -> bool:
 def wrap(model: nn.Module) -> list[Group]:
     """Group every parameter of `model`; the order of groups is the order of first use in a forward, root first."""
     blocks = repeated_blocks(model)
-    owner_of: dict[str, str] = {}
-    leaves = {leaf.name: leaf for leaf in named_leaves(model)}
-    for name in leaves:
-        inside = [block for block in blocks if name.startswith(block + ".")]
-        owner_of[name] = inside[0] if inside else ""
-    groups: list[Group] = []
-    for module_name in ["", *blocks]:
-        keyed: dict[tuple[torch.dtype, bool, bool, Differs, str], list[str]] = {}
-        for name, owner in owner_of.items():
-            if owner == module_name:
-                param = leaves[name].tensor
-                whole = leaves[name].whole
-                key = (param.dtype, param.requires_grad, leaves[name].exact, differs_of(whole), kind_of(whole))
-                keyed.setdefault(key, []).append(name)
-        for (dtype, trainable, exact, differs, kind), names in keyed.items():
-            groups.append(Group(module_name, tuple(names), dtype, trainable, exact, differs, kind))
-    return groups
+    names: dict[Group, list[str]] = {}
+    for leaf in named_leaves(model):
+        block, param = next((block for block in blocks if leaf.name.startswith(f"{block}.")), ""), leaf.tensor
+        key = Group(block, (), param.dtype, param.requires_grad, leaf.exact, differs_of(leaf.whole), kind_of(leaf.whole))
+        names.setdefault(key, []).append(leaf.name)
+    order = {name: i for i, name in enumerate(["", *blocks])}
+    return [replace(key, param_names=tuple(names[key])) for key in sorted(names, key=lambda key: order[key.module_name])]
