@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -187,8 +187,11 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
     os.environ[brief.RECORDS] = str(folder)
     before = read_pressure()
     try:
-        restarts = _ready_to_restart() if options.max_restarts else nullcontext()
-        with restarts, _started_as(run):
+        with ExitStack() as stack:
+            if options.max_restarts:
+                stack.enter_context(_memory_of_host())
+                stack.enter_context(spare_ranks())
+            stack.enter_context(_started_as(run))
             if lease:
                 _stop_with_stdin(run)
             try:
@@ -225,12 +228,6 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
 
 def _saved(folder: Path) -> str:
     return f"all ranks have stopped after a signal; {brief.last_checkpoint(str(folder))}; exit code {brief.AGAIN}: start again"
-
-
-@contextmanager
-def _ready_to_restart() -> Iterator[None]:
-    with _memory_of_host(), spare_ranks():
-        yield
 
 
 @contextmanager

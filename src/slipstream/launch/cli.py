@@ -614,8 +614,8 @@ def _is_full(descriptor: int) -> bool:
 
 
 def _execute(options: argparse.Namespace) -> int:
-    with suppress(ImportError):  # torch works without it
-        import numpy  # noqa: F401 # before torch, whose C code imports it and goes on without it after a Ctrl-C
+    import numpy  # noqa: F401 # before torch, whose C code imports it and goes on without it after a Ctrl-C
+
     match options.command:
         case "run":
             from slipstream.launch.run import execute

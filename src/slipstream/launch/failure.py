@@ -106,27 +106,20 @@ class Extract:
 
     def feed(self, data: bytes) -> bytes:
         """Add `data`; return the bytes to pass on."""
-        mark = MARK.encode()
-        data, self._pending = self._pending + data, b""
-        passed = b""
-        while True:
-            start = data.find(mark[:1])
-            if start < 0:
-                return passed + data
-            passed, data = passed + data[:start], data[start:]
-            if not mark.startswith(data[: len(mark)]):
-                passed, data = passed + data[:1], data[1:]
-                continue
-            end = data.find(b"\n")
-            if end < 0:
-                self._pending = data
-                return passed
-            failure = decode(data[len(mark) : end].decode(errors="replace"))
-            if failure is None:
-                passed += data[: end + 1]
-            else:
+        first, mark = MARK[:1].encode(), MARK[1:].encode()
+        passed, *parts = (self._pending + data).split(first)
+        self._pending = b""
+        for i, part in enumerate(parts, start=1):
+            line, newline, after = part.partition(b"\n")
+            is_record = newline and line.startswith(mark)
+            if is_record and (failure := decode(line.removeprefix(mark).decode(errors="replace"))) is not None:
                 self.failures.append(failure)
-            data = data[end + 1 :]
+                passed += after
+            elif i == len(parts) and not newline and (mark.startswith(line) or line.startswith(mark)):
+                self._pending = first + line
+            else:
+                passed += first + part
+        return passed
 
     def flush(self) -> bytes:
         """At the end of the stream, return the bytes that were held back."""

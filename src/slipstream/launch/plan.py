@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -129,13 +129,6 @@ def build_on_meta(target: str) -> torch.nn.Module:
     return model
 
 
-class BatchSizes(NamedTuple):
-    """The model's arguments for one micro-batch."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 def shapes_of(option: str) -> list[list[int]]:
     """Parse --batch-shape: `2x128` or `2x128,2x128`. Raises ValueError."""
     for text in option.split(","):
@@ -144,22 +137,23 @@ def shapes_of(option: str) -> list[list[int]]:
     return [[int(number) for number in text.split("x")] for text in option.split(",")]
 
 
-def batch_of(options: argparse.Namespace, plan: Plan) -> BatchSizes | None:
-    """The example batch of --batch, or of --batch-shape with the config's micro-batch size as rows; None without both."""
+def batch_of(options: argparse.Namespace, plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The model's arguments in one micro-batch: those of --batch, or of --batch-shape with the config's micro-batch size as rows;
+    None without both."""
     import torch
 
     if options.batch:
         batch = load("--batch", options.batch)()
         if isinstance(batch, Mapping):
-            return BatchSizes((), dict(batch))
-        return BatchSizes(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+            return (), dict(batch)
+        return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
     if not options.batch_shape:
         return None
     shapes = [[plan.batch.micro_batch_size, *dims] for _, *dims in shapes_of(options.batch_shape)]
     tokens = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     if ":" not in options.model:  # transformers' models compute their own loss
-        return BatchSizes((), {"input_ids": tokens[0], "labels": tokens[-1]})
-    return BatchSizes(tuple(tokens), {})
+        return (), {"input_ids": tokens[0], "labels": tokens[-1]}
+    return tuple(tokens), {}
 
 
 def facts(device: str | None, rows: int | None = None) -> ModelFacts:
@@ -389,4 +383,4 @@ def _profiles(
         return None
     from slipstream.train.planning import dry_run
 
-    return dry_run.profiles(model, plan, options.world, batch.args, batch.kwargs)
+    return dry_run.profiles(model, plan, options.world, *batch)
