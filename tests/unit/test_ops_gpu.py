@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from slipstream.ops import gpu
+from slipstream.ops import gpu, products
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,8 @@ def test_a_triton_that_does_not_import_is_told_once_and_not_used(
         monkeypatch.delitem(sys.modules, name)
     with caplog.at_level(logging.WARNING):
         assert gpu.kernels() is None and gpu.kernels() is None
+        x = torch.arange(8.0).view(2, 4).as_subclass(type("OnGpu", (Tensor,), {"is_cuda": True}))  # a packed layer's input
+        assert products.linear_by_rows(x, torch.eye(4), None).equal(x)
     assert [record.getMessage() for record in caplog.records] == [
         "the installed triton cannot be used (made for another torch); torch's operations compute in place of its kernels"
     ]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import os
 import threading
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.ops import build
+from slipstream.ops import build, gpu
 from slipstream.ops.matrices import Codes, Matrix, MatrixRecord, dequantize, round_activations
 from slipstream.ops.team import MAX_THREADS, Team, openmp
 
@@ -66,7 +66,7 @@ def linear(x: Tensor, record: MatrixRecord, bias: Tensor | None) -> Tensor:
 def linear_by_rows(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
     """x [rows, features] to [rows, columns] in x's dtype, for a row-major matrix: by Triton's kernel for few rows on a GPU, else by
     torch, which dequantizes a slice of the matrix at a time. On a CPU, x is rounded as the native kernels round it."""
-    if x.is_cuda and 0 < len(x) <= _FEW and importlib.util.find_spec("triton") is not None:
+    if x.is_cuda and 0 < len(x) <= _FEW and gpu.module("linear") is not None:
         return _by_triton(x, matrix, bias)
     wide = x.float() if x.is_cpu else x
     parts = tuple(matrix) if isinstance(matrix, Codes) else (matrix,)
@@ -80,8 +80,7 @@ def linear_by_rows(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
 
 
 def _by_triton(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
-    from slipstream.ops.triton import linear as kernels
-
+    kernels: Any = gpu.module("linear")
     weight, *more = matrix if isinstance(matrix, Codes) else (matrix,)
     scale, low = (*(part.float() for part in more), None, None)[:2]
     slices = kernels.num_slices(len(weight), x.shape[1])
