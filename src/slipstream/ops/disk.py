@@ -28,9 +28,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from queue import SimpleQueue
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,10 +137,7 @@ class _Threads:
     def __init__(self, file: int, block_nbytes: int, threads: int) -> None:
         self._file, self._block_nbytes, self._lock = file, block_nbytes, threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._blocks: list[SimpleQueue[tuple[_DiskBatch, int, int, int] | None]] = [
-            SimpleQueue(),
-            SimpleQueue(),
-        ]  # for reads, for writes
+        self._blocks = [SimpleQueue[tuple[_DiskBatch, int, int, int] | None]() for _ in range(2)]  # for reads, for writes
         for name, blocks in zip(("read", "write"), self._blocks, strict=True):
             for _ in range(threads):
                 thread = threading.Thread(target=self._run, args=(blocks,), name=f"slipstream-disk-{name}", daemon=True)
@@ -312,17 +309,13 @@ def preflight(
     probe_nbytes: int = 64 << 20,
 ) -> DiskFacts:
     """Check that a Disk of `nbytes` works in `folder`, and measure its rates, in about 0.3 s. Raises ValueError like Disk."""
-    disk = Disk(folder, nbytes, block_nbytes=block_nbytes, queue_depth=queue_depth, threads=threads, engine=engine)
-    try:
+    tuning: Any = {"block_nbytes": block_nbytes, "queue_depth": queue_depth, "threads": threads, "engine": engine}
+    with closing(Disk(folder, nbytes, **tuning)) as disk:
         free = num_free(folder) + disk.nbytes
         probe = min(disk.nbytes, probe_nbytes // ALIGNMENT * ALIGNMENT)
-        source, target = (aligned(min(probe, block_nbytes * queue_depth)) for _ in range(2))
-        source.random_(generator=torch.Generator())  # virtual disks may elide zeros; leaves the global generator untouched
-        fill = [(at, source[: probe - at]) for at in range(0, probe, source.numel())]
-        disk.write(fill).wait()  # reads of unwritten blocks do not reach the disk
+        source, target = _memory(min(probe, block_nbytes * queue_depth))
+        _fill(disk, probe, source)
         return DiskFacts(disk.engine, free, *rates(disk, 0.2, probe, target, source))
-    finally:
-        disk.close()
 
 
 class DiskRate(NamedTuple):
@@ -343,27 +336,25 @@ def sweep(folder: str, nbytes: int, blocks: Sequence[int], depths: Sequence[int]
     settings = [(block, depth) for block in blocks for depth in depths if 2 * block * depth <= nbytes]
     if not settings:
         raise ValueError(f"{nbytes} bytes are less than twice {min(depths)} x {min(blocks)}, a setting's blocks; use a larger file")
-    most = max(block * depth for block, depth in settings)
-    source, target = aligned(most), aligned(most)
-    source.random_(generator=torch.Generator())
-    with _closing(_create(folder, nbytes)) as file:
+    source, target = _memory(max(block * depth for block, depth in settings))
+    with os.fdopen(_create(folder, nbytes), "rb", buffering=0) as file:
         for i, (block, depth) in enumerate(settings):
-            disk = Disk(folder, nbytes, block_nbytes=block, queue_depth=depth, threads=depth, file=os.dup(file))
-            try:
-                if i == 0:  # reads of unwritten blocks do not reach the disk
-                    disk.write([(at, source[: nbytes - at]) for at in range(0, nbytes, source.numel())]).wait()
+            own = os.dup(file.fileno())
+            with closing(Disk(folder, nbytes, block_nbytes=block, queue_depth=depth, threads=depth, file=own)) as disk:
+                if i == 0:
+                    _fill(disk, nbytes, source)
                 memory = block * depth
                 yield DiskRate(disk.engine, block, depth, *rates(disk, seconds, nbytes, target[:memory], source[:memory]))
-            finally:
-                disk.close()
 
 
-@contextmanager
-def _closing(file: int) -> Iterator[int]:
-    try:
-        yield file
-    finally:
-        os.close(file)
+def _memory(nbytes: int) -> tuple[Tensor, Tensor]:
+    """A source of random bytes, because virtual disks may elide zeros, and a target."""
+    return aligned(nbytes).random_(generator=torch.Generator()), aligned(nbytes)  # leaves the global generator untouched
+
+
+def _fill(disk: Disk, nbytes: int, source: Tensor) -> None:
+    """Write the first `nbytes`: reads of unwritten blocks do not reach the disk."""
+    disk.write([(at, source[: nbytes - at]) for at in range(0, nbytes, source.numel())]).wait()
 
 
 def rates(disk: Disk, seconds: float, span: int, target: Tensor | None, source: Tensor | None) -> tuple[float, float]:
