@@ -221,20 +221,22 @@ class MatMul:
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         at, block = self.at, self.block
         self._check(a, b)
-        a, b = (a.transpose(-1, -2) if self.trans_a else a), (b.transpose(-1, -2) if self.trans_b else b)
-        if self.mode == "sdd":
-            rows = a.unflatten(2, (-1, block))[:, at.head, at.row]  # [B, blocks, block, K]
-            columns = b.unflatten(3, (-1, block)).transpose(2, 3)[:, at.head, at.column]
-            return rows @ columns
+        if self.mode == "dds":  # a b is the transpose of b^T a^T
+            return self._times(b, not self.trans_b, a if self.trans_a else a.mT).mT.contiguous()
+        b = b.mT if self.trans_b else b
         if self.mode == "dsd":
-            row, column = (at.column, at.row) if self.trans_a else (at.row, at.column)
-            parts = at.check(a) @ b.unflatten(2, (-1, block))[:, at.head, column]
-            count = at.columns if self.trans_a else at.rows
-            return self._gather(parts, row, count).flatten(2, 3)
-        row, column = (at.column, at.row) if self.trans_b else (at.row, at.column)
-        parts = a.unflatten(3, (-1, block)).transpose(2, 3)[:, at.head, row] @ at.check(b)
-        count = at.rows if self.trans_b else at.columns
-        return self._gather(parts, column, count).transpose(2, 3).flatten(3, 4)
+            return self._times(a, self.trans_a, b)
+        rows = (a.mT if self.trans_a else a).unflatten(2, (-1, block))[:, at.head, at.row]  # [B, blocks, block, K]
+        return rows @ b.unflatten(3, (-1, block)).transpose(2, 3)[:, at.head, at.column]
+
+    def _times(self, sparse: Tensor, turned: bool, dense: Tensor) -> Tensor:
+        """The block-sparse matrix, or its transpose if `turned`, times [B, H, M, N]."""
+        at = self.at
+        row, column, count = (at.column, at.row, at.columns) if turned else (at.row, at.column, at.rows)
+        parts = (sparse.mT if turned else sparse) @ dense.unflatten(2, (-1, self.block))[:, at.head, column]
+        sums = parts.new_zeros(len(parts), at.heads * count, *parts.shape[2:])
+        sums = sums.index_add(1, (at.head * count + row).to(parts.device), parts)
+        return sums.unflatten(1, (at.heads, count)).flatten(2, 3)
 
     def _check(self, a: Tensor, b: Tensor) -> None:
         """Raise ValueError for operands whose heads or sizes do not fit the layout or each other."""
@@ -256,11 +258,6 @@ class MatMul:
                 f"a of {len(a)} times {(rows, inner)} and b of {len(b)} times {(other, columns)}: batches and inner sizes must be "
                 f"alike{needed}"
             )
-
-    def _gather(self, parts: Tensor, to: Tensor, count: int) -> Tensor:
-        """Sums of the parts [B, blocks, m, n] with the same target: [B, H, count, m, n]."""
-        out = parts.new_zeros(len(parts), self.at.heads * count, *parts.shape[2:])
-        return out.index_add(1, (self.at.head * count + to).to(parts.device), parts).unflatten(1, (self.at.heads, count))
 
 
 class Softmax:

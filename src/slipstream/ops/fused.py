@@ -158,7 +158,6 @@ class _Sum(NamedTuple):
     invertible: bool
     has_bias: bool
     has_residual: bool
-    has_shift: bool
 
 
 def _normalized(x: Tensor, weight: Tensor, shift: Tensor | None, norm: Norm, eps: float) -> Tensor:
@@ -262,7 +261,6 @@ class _AddNorm(torch.autograd.Function):
         ctx.call, ctx.outputs = call, (total is not x, out is not total)
         ctx.dtypes = [None if each is None else each.dtype for each in (bias, weight, shift)]
         ctx.save_for_backward(out if call.invertible else total if call.norm != "none" else x.new_empty(0), stats, weight, shift)
-        ctx.shape = x.shape
         ctx.set_materialize_grads(False)
         return (total, out) if all(ctx.outputs) else out
 
@@ -328,7 +326,7 @@ def add_norm(
     if residual is not None and residual.dtype != x.dtype:
         wide = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wide), residual.to(wide)
-    flags = (bias is not None, residual is not None, shift is not None)
+    flags = (bias is not None, residual is not None)
     invertible = invertible and weight is not None and _is_native_norm(x) and _may_invert(weight, shift)
     call = _Sum(norm, eps, dropout, 0 if isinstance(x, FakeTensor) else draw_seed(dropout), invertible, *flags)
     if norm == "none" and not (dropout or flags[0] or flags[1]):
