@@ -30,7 +30,7 @@ Meanwhile = Sequence[Callable[[], object]]
 def run_experts(
     x: Tensor,
     experts: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     kept: Tensor | None,
     num_experts: int,
     compute: Compute,
@@ -42,7 +42,7 @@ def run_experts(
 
     x            [T, d]
     experts      [T, k], int64, of the whole layer
-    weights      [T, k]
+    weights      [T, k]; None, for k = 1 and without kept: the outputs as they are
     kept         [T, k], bool; dropped routes count as zeros. None: all are kept
     exchange     over the ranks with different experts; None: this rank has all
     meanwhile    computed while rows travel: the first while they go to their experts, the others while they come back
@@ -51,11 +51,11 @@ def run_experts(
     Collective over the exchange, also for ranks without a token. Raises ValueError for an expert that is not in [0, num_experts).
     """
     if tokens is not None:
-        x, experts, weights = (scatter_to(each, tokens, 0) for each in (x, experts, weights))
-        kept = None if kept is None else scatter_to(kept, tokens, 0)
+        x, experts = scatter_to(x, tokens, 0), scatter_to(experts, tokens, 0)
+        weights, kept = (None if each is None else scatter_to(each, tokens, 0) for each in (weights, kept))
     order, counts = sort_routes(experts, kept, num_experts)
-    rows = _spread(x, order, experts.shape[1])
-    out: Tensor = _Combine.apply(compute_sorted(rows, counts, num_experts, compute, exchange, meanwhile), weights, order)
+    rows = compute_sorted(_spread(x, order, experts.shape[1]), counts, num_experts, compute, exchange, meanwhile)
+    out: Tensor = _reorder(rows, _inverse(order), order) if weights is None else _Combine.apply(rows, weights, order)
     return out if tokens is None else gather_from(out, tokens, 0)
 
 
@@ -180,12 +180,9 @@ class _Combine(torch.autograd.Function):
         num_tokens, k = weights.shape
         grads = grad.index_select(0, order if k == 1 else order // k).to(_sums(rows))
         own = weights.reshape(-1).index_select(0, order).to(grads.dtype)
-        of_rows = (grads * own[:, None]).to(rows.dtype)
-        if not ctx.needs_input_grad[1]:
-            return of_rows, None, None
         of_weights = grads.new_zeros(num_tokens * k)
         of_weights[order] = (grads * rows).sum(1)
-        return of_rows, of_weights.view(num_tokens, k).to(weights.dtype), None
+        return (grads * own[:, None]).to(rows.dtype), of_weights.view(num_tokens, k).to(weights.dtype), None
 
 
 def _sums(x: Tensor) -> torch.dtype:

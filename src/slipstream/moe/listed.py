@@ -318,7 +318,7 @@ def _computed(experts: ListedExperts, calls: Sequence[_Asked], like: Tensor) -> 
         rows.requires_grad_()  # the backward is collective, too
     lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
     places = torch.tensor([call.place for call in calls], dtype=torch.int64).repeat_interleave(lengths)[:, None]
-    routes = (places.to(rows.device), rows.new_ones(len(rows), 1), None, experts.num_experts)
+    routes = (places.to(rows.device), None, None, experts.num_experts)
     draws = experts.tokens is not None and has_dropout(experts)  # for different numbers of rows on each rank
     with torch.random.fork_rng([rows.device] if rows.is_cuda else [], enabled=draws):
         return run_experts(rows, *routes, experts.compute, experts.exchange, tokens=experts.tokens)
