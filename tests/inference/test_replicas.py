@@ -538,7 +538,7 @@ class Vectors(Local):
 
     def __init__(self, name: str, is_lost: bool = False) -> None:
         super().__init__(name)
-        self.is_lost = is_lost
+        self.is_lost, self.computing = is_lost, False
 
     def engine_of(self, runner: HashRunner) -> Any:
         return EmbeddingEngine(self, byte_tokenizer(), Pooling(), vocab_size=259, model_name="rows")  # type: ignore[arg-type]
@@ -547,6 +547,7 @@ class Vectors(Local):
     num_blocks = max_context = 64
 
     def hidden(self, texts: Any, types: Any = None) -> torch.Tensor:
+        self.computing = True
         self.waits.wait(30)
         if any(text[0] == ord("!") for text in texts):
             if self.is_lost:
@@ -572,9 +573,10 @@ def test_a_text_that_ends_engines_ends(others: int, is_lost: bool) -> None:
     ):
         for engine in router.engines[1:]:
             engine.state = ReplicaState.DRAINING
-        texts = ["!", "xyz", "ab", "c"][: 1 + others]
-        calls = [callers.submit(client.embeddings.create, model="rows", input=text) for text in texts]
-        until(lambda: len(router.engines[0]._tickets) == len(calls))
+        calls = [callers.submit(client.embeddings.create, model="rows", input="!")]
+        until(lambda: sources[0].computing)
+        calls += [callers.submit(client.embeddings.create, model="rows", input=text) for text in ["xyz", "ab", "c"][:others]]
+        until(lambda: len(sources[0].engine._waiting) == others)  # if they were sent later, it would be alone
         for engine in router.engines[1:]:
             engine.state = ReplicaState.READY
         Vectors.waits.set()
