@@ -112,6 +112,8 @@ def test_texts_of_structured_fields() -> None:
     rows: list[tuple[str, Any, str, str]] = [
         ("regex", "a/b[0-9]+", "a/b77", "a/b"),
         ("regex", "(a|[}])b{2}", "}bb", "}b"),
+        ("regex", r"\d[\d.]\D\\\\d", "1.a\\\\d", "1.1\\\\d"),
+        *(("regex", digits, "12", "1\u0661") for digits in (r"\d{2}", r"[\d]+", r"[^\D]+")),
         ("choice", ["yes", "no way"], "no way", "no"),
         ("grammar", 'root ::= "yes" | "no"', "no", "maybe"),
         ("grammar", "start: /[xy]+/", "xyx", "z"),

@@ -106,6 +106,7 @@ def test_a_model_is_loaded_once_at_its_first_request(pool: ThreadPoolExecutor) -
         assert [reply.result().status for reply in replies] == [200] * 4
         assert (a.opens, b.opens) == (1, 1)
         assert listed(address)["a"]["status"] == {"value": "loaded"} and listed(address)["a"]["max_model_len"] > 0
+        assert listed(address)["a"]["root"] == "a"
         assert json.loads(call(address, "GET", "/v1/models/b").body)["id"] == "b"
         tokens = {name: {"model": name, "prompt": "text"} for name in ("a", "b", "c")}
         found = [call(address, "POST", "/tokenize", json.dumps(body)) for body in tokens.values()]

@@ -189,13 +189,14 @@ def test_a_setting_is_refused_by_the_name_that_it_was_given() -> None:
 def test_a_budget_of_reasoning_is_for_what_follows_the_prompt() -> None:
     """The prompt's end says whether it is reasoning; marks within it, as in a file that a user shows, say nothing."""
     runner, tokenizer, spent = HashRunner(), byte_tokenizer(), SamplingParams(temperature=0, thinking_token_budget=0)
-    tokenizer.backend.add_special_tokens(["<think>", "</think>"])
+    tokenizer.backend.add_special_tokens(["<think>", "</think>", "<tool_call>"])
     engine = Engine(runner, tokenizer)
     with pytest.raises(ValueError, match=r"has <think> and </think>, or \[THINK\] and \[/THINK\], each one token"):
         engine.submit("a", spent, sink=Answer())
     tokenizer.templates["default"] = "{{ messages }}</think>"
     with pytest.raises(ValueError, match="needs marks of reasoning that are of the model's tokens, 0 to 256"):
         engine.submit("a", spent, sink=Answer())
+    assert tokenizer.thought_marks == (END + 1, END + 2, END + 3), "a call ends reasoning, too"
     runner.vocab_size = END + 3
     with running(runner) as engine:
         engine.tokenizer = tokenizer

@@ -262,6 +262,7 @@ def test_words_and_reasoning_that_must_not_go_on() -> None:
     assert [token(**words), token(draft=(6,), **words), token(draft=(6, 6), **words)] == [1, 2, 1]
     begun, not_begun = {"thought_marks": (1, 50), "opened": 2}, {"thought_marks": (5, 50)}
     assert [token(draft, **begun) for draft in ((), (6,), (50,), (50, 1), (50, 1, 6, 6), (1, 6))] == [0, 50, 0, 0, 50, 50]
+    assert [token((mark, 6), thought_marks=(1, 50, 7), opened=2) for mark in (6, 7)] == [50, 0], "a call ends reasoning, too"
     assert [token(draft, **not_begun) for draft in ((), (6,), (6, 6), (6, 6, 6))] == [0, 0, 50, 50]
     assert token((6,), bitmask([8]), **begun) == 8, "a grammar decides where the mark may be"
     closed = Request(id="r", tokens=[0, 1], params=SamplingParams(temperature=0, thinking_token_budget=2), **begun)

@@ -192,7 +192,7 @@ class Request:
     token_at: float = 0.0  # when it got its last token
     elsewhere: int = 0  # tokens that the tenant got from other engines while another tenant had requests at this engine
     bad_words: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)  # last token but one, or -1 -> tokens of words
-    thought_marks: tuple[int, int] = (-1, -1)  # the tokens that open and close reasoning, for params.thinking_token_budget
+    thought_marks: tuple[int, ...] = (-1, -1)  # the token that opens reasoning, and those that close it, for its budget
     opened: int = -1  # the number of tokens before the reasoning that is not closed; -1: there is none
     adapter: Any = None  # the adapter that the runner applies (`adapters.Packed`)
     arrival: float = 0.0  # seconds, of one clock for all requests
@@ -219,9 +219,9 @@ class Request:
 
     def opened_after(self, more: Sequence[int]) -> int:
         """`opened` once `more` tokens are generated."""
-        opened, (opening, closing) = self.opened, self.thought_marks
+        opened, (opening, *closing) = self.opened, self.thought_marks
         for place, token in enumerate(more, len(self.tokens) + 1):
-            opened = place if token == opening and opened < 0 else -1 if token == closing else opened
+            opened = place if token == opening and opened < 0 else -1 if token in closing else opened
         return opened
 
     @property

@@ -354,7 +354,7 @@ class Engine:
             fields["bad_words"] = self.tokenizer.spell(params.bad_words, self.runner.vocab_size)
         if self.tokenizer is not None and params.thinking_token_budget is not None:
             fields["thought_marks"] = marks = self.tokenizer.thought_marks
-            if max(marks) >= self.runner.vocab_size:
+            if max(marks[:2]) >= self.runner.vocab_size:
                 last = self.runner.vocab_size - 1
                 raise ValueError(f"thinking_token_budget needs marks of reasoning that are of the model's tokens, 0 to {last}")
             fields["opened"] = len(ids) if self.tokenizer.opens_thought(ids) else -1

@@ -36,13 +36,10 @@ SLICE = 1 << 16  # characters encoded at once when checking whether a text is to
 DENSE = 8  # characters per token of the limit; a shorter text is encoded as a whole
 MAX_SPELLED = 8_192  # tokens of bad words, each word counted once: every step compares those that may end with its token
 MARKS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")  # around reasoning
+DEEPSEEK = [f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end")]
+CALLS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", DEEPSEEK[0])  # at the beginning of calls
 # Special tokens of chat templates that are part of an answer, not of its frame.
-SHOWN = frozenset(
-    ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", *MARKS[0], *MARKS[1])
-) | {
-    f"<\uff5ctool▁{name}\uff5c>"
-    for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")  # DeepSeek's
-}
+SHOWN = frozenset((*CALLS, "</tool_call>", "[CALL_ID]", "[ARGS]", *DEEPSEEK, *MARKS[0], *MARKS[1]))
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -259,13 +256,14 @@ class Tokenizer:
         return self.templates.get(self._template_name(True), "")
 
     @property
-    def thought_marks(self) -> tuple[int, int]:
-        """The tokens that open and close the model's reasoning. Raises ValueError if there are none."""
+    def thought_marks(self) -> tuple[int, ...]:
+        """The tokens that open and close the model's reasoning, then those that begin a call, which ends it, too. Raises ValueError
+        if there are none of the first two."""
         marks = reasoning_marks(self.template)
         if marks is None or not self.marks.keys() >= set(marks):
             either = ", or ".join(map(" and ".join, MARKS))
             raise ValueError(f"thinking_token_budget needs a model whose chat template has {either}, each one token")
-        return self.marks[marks[0]], self.marks[marks[1]]
+        return tuple(self.marks[mark] for mark in (*marks, *CALLS) if mark in self.marks)
 
     def opens_thought(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the mark that opens the model's reasoning, apart from white space."""

@@ -134,7 +134,8 @@ class ModelBody(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: NotRequired[int]  # only of a loaded model
+    root: NotRequired[str]  # this, and the next, only of a loaded model: its name, also of an adapter's model
+    max_model_len: NotRequired[int]
     sampling: NotRequired[dict[str, float]]  # defaults for chats, known once it is loaded
     parent: NotRequired[str]  # of an adapter: its model
     status: NotRequired[ModelStatus]  # if the server has several models

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from slipstream.inference.text import overlap
+from slipstream.inference.text import DEEPSEEK, overlap
 
 Call = tuple[str, str]  # function, arguments as JSON
 Functions = Mapping[str, Any]  # the functions that may be called: name -> JSON schema of the arguments
@@ -187,10 +187,7 @@ def _read_mistral(text: str, functions: Functions) -> list[Call]:
     return _checked([(part[1], part[2]) for part in parts if part], functions) if all(parts) else read_json(text, functions)
 
 
-# DeepSeek's marks, of all calls and of one.
-_CALLS, _END_CALLS, _CALL, _SEP, _END_CALL = (
-    f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end")
-)
+_CALLS, _END_CALLS, _CALL, _SEP, _END_CALL = DEEPSEEK  # its marks, of all calls and of one
 _DEEPSEEK = re.compile(rf"(?:function{_SEP})?([\w-]+)(?:{_SEP}|\s*```json\s)(.*?)(?:{_END_CALL}|$)", re.DOTALL)
 
 

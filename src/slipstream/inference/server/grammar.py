@@ -13,6 +13,7 @@ from slipstream.inference.server.calls import CallForm
 from slipstream.inference.server.errors import RequestError
 
 FREE = r"/(.|\n)*/"
+_WRITTEN = {"/": r"\/", "\n": r"\n", r"\d": "[0-9]", r"\D": "[^0-9]"}  # in a regular expression; \d has digits of all scripts
 
 
 Constraint = dict[str, Any]  # `json_schema` or `grammar` of `SamplingParams`, or neither
@@ -25,9 +26,7 @@ def structured(fields: Mapping[str, tuple[str, Any]]) -> Constraint:
             case "json":
                 return {"json_schema": value if isinstance(value, str) else dumps(value, name)}
             case "regex":
-                escaped = re.sub(
-                    r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), value, flags=re.DOTALL
-                )
+                escaped = re.sub(r"\\.|/|\n", lambda found: _WRITTEN.get(found[0], found[0]), value, flags=re.DOTALL)
                 return {"grammar": f"start: /{escaped}/"}
             case "choice":
                 return {"grammar": "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value)}

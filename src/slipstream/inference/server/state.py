@@ -303,6 +303,7 @@ def body_of(engine: Served, created: int) -> ModelBody:
         "object": "model",
         "created": created,
         "owned_by": "slipstream",
+        "root": engine.model_name,
         "max_model_len": engine.max_context,
         "sampling": dict(engine.sampling),
     }
