@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from slipstream.compat import kernels, slices
 from slipstream.compat.comm import axis_of
 from slipstream.inference.options import Refused, read_config, read_options, suggestion
-from slipstream.inference.precision import parse_dtype
+from slipstream.inference.precision import FLOATS, parse_dtype
 from slipstream.parallel.inferred import (
     ForwardError,
     OneTokenError,
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["DeepSpeedInferenceConfig", "InferenceEngine", "init_inference"]
 
-_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIASES = {
     "kernel_inject": "replace_with_kernel_inject",
     "injection_dict": "injection_policy",
@@ -131,7 +130,7 @@ class DeepSpeedInferenceConfig:
         kind = ""
         with suppress(ValueError):
             kind = parse_dtype(getattr(self.dtype, "value", self.dtype))  # DeepSpeed's DtypeEnum has the dtype as its value
-        if kind not in (*_FLOATS, "int8"):
+        if kind not in (*FLOATS, "int8"):
             raise ValueError(f"dtype is {self.dtype!r}; it must be float32, bfloat16, float16 or int8")
         return kind
 
@@ -166,7 +165,7 @@ class InferenceEngine(nn.Module):
             raise ValueError(f"the {type(model).__name__} is on the meta device, without values; give a checkpoint")
         if self._config.save_mp_checkpoint_path is not None:
             slices.save_checkpoint(model, self._config.save_mp_checkpoint_path)
-        self.module = model if kind in (None, "int8") else model.to(_FLOATS[str(kind)])
+        self.module = model if kind in (None, "int8") else model.to(FLOATS[str(kind)])
         self.module.eval()
         self._device = self._place()
         self._decoder = None if self._config.cuts else kernels.Decoder(self.module, kind)
