@@ -31,11 +31,7 @@ from slipstream.config.values import Block, Names
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A block of the JSON. "auto" means unset (unless `strict`); unknown keys raise ValidationError.
-
-    Setting a field whose `json_schema_extra` has `deprecated` logs a warning. `new_param_fn(value)` is then assigned to the field
-    `new_param`, unless `set_new_param` is False. Raises AssertionError if both are set.
-    """
+    """A block of the JSON. "auto" means unset (unless `strict`); unknown keys raise ValidationError."""
 
     model_config = ConfigDict(
         validate_default=True,
@@ -50,24 +46,6 @@ class DeepSpeedConfigModel(BaseModel):
     def __init__(self, strict: bool = False, **data: Any) -> None:
         auto = () if strict else [key for key, value in data.items() if isinstance(value, str) and value == "auto"]
         super().__init__(**{key: value for key, value in data.items() if key not in auto or key == "replace_method"})
-        for name, field in type(self).model_fields.items():
-            extra = field.json_schema_extra
-            if isinstance(extra, dict) and extra.get("deprecated") and name in self.model_fields_set:
-                self._replace(name, extra)
-
-    def _replace(self, name: str, extra: Mapping[str, Any]) -> None:
-        target: str = extra.get("new_param", "")
-        hint = ". ".join(filter(None, (f" use {target} instead" if target else "", extra.get("deprecated_msg"))))
-        logger.warning("Config parameter %s is deprecated%s", name, hint)
-        if not target or not extra.get("set_new_param", True):
-            return
-        value = extra.get("new_param_fn", lambda same: same)(getattr(self, name))
-        *blocks, last = target.split(".")
-        owner = functools.reduce(getattr, blocks, self)
-        if last in owner.model_fields_set:
-            raise AssertionError(f"Cannot provide deprecated parameter '{name}' and replacing parameter '{target}' together")
-        delattr(self, name)
-        setattr(owner, last, value)
 
     @field_serializer("dtype", check_fields=False)
     def _dtype(self, dtype: Any) -> str:
@@ -114,7 +92,7 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]])
 def _mirror(name: str, block: type[Block], base: type[DeepSpeedConfigModel] = DeepSpeedConfigModel, **changed: Any) -> Any:
     """Create a class with the block's keys. `stage3_x` in the JSON is the attribute `x`."""
     fields: dict[str, Any] = {}
-    for key, field in block.model_fields.items():
+    for key, field in ((key, field) for key, field in block.model_fields.items() if key not in _OLDER):
         short = key.removeprefix("stage3_")
         kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
         alias = key if short != key else None
@@ -141,7 +119,25 @@ class _OffloadOptimizer(DeepSpeedConfigModel):
         return bool(self.pipeline_read or self.pipeline_write)  # type: ignore[attr-defined]
 
 
+# older key of zero_optimization -> the key in its place, and the value there
+_OLDER: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "cpu_offload": ("offload_optimizer", lambda on: {"device": "cpu"} if on else None),
+    "cpu_offload_param": ("offload_param", lambda on: {"device": "cpu"} if on else None),
+    "stage3_gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", bool),
+}
+
+
 class _Zero(DeepSpeedConfigModel):
+    @model_validator(mode="before")
+    @classmethod
+    def _newer(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        newer = {key: value for key, value in values.items() if key not in _OLDER}
+        for old, (key, convert) in _OLDER.items():
+            if old in values and key in newer:
+                raise ValueError(f"{old!r} is the older name of {key!r}, and both are given; leave it out")
+            newer |= {key: convert(values[old])} if old in values else {}
+        return newer
+
     @model_validator(mode="after")
     def _overlap(self) -> _Zero:
         values = self.__dict__
@@ -165,11 +161,6 @@ class ZeroStageEnum(int, Enum):
     max_stage = 3  # noqa: PIE796 (an alias, as in DeepSpeed)
 
 
-def _deprecated(target: str, make: Callable[[Any], Any] | None) -> Any:
-    extra: Any = {"deprecated": True, "new_param": target, "set_new_param": make is not None, "new_param_fn": make}
-    return (bool | None, Field(None, json_schema_extra=extra))
-
-
 DeepSpeedZeroOffloadParamConfig = _mirror("DeepSpeedZeroOffloadParamConfig", schema.OffloadParam)
 DeepSpeedZeroOffloadOptimizerConfig = _mirror("DeepSpeedZeroOffloadOptimizerConfig", schema.OffloadOptimizer, _OffloadOptimizer)
 _LEAF_CLASSES = TABLES["deepspeed.runtime.zero.leaf_module_config"]["DEFAULT_LEAF_MODULE_CLASSES"]
@@ -183,10 +174,6 @@ DeepSpeedZeroConfig = _mirror(
     offload_param=(DeepSpeedZeroOffloadParamConfig | None, None),
     offload_optimizer=(DeepSpeedZeroOffloadOptimizerConfig | None, None),
     leaf_module=(DeepSpeedZeroLeafModuleConfig, Field(default_factory=DeepSpeedZeroLeafModuleConfig)),
-    cpu_offload=_deprecated("offload_optimizer", lambda on: DeepSpeedZeroOffloadOptimizerConfig(device="cpu") if on else None),
-    cpu_offload_param=_deprecated("offload_param", lambda on: DeepSpeedZeroOffloadParamConfig(device="cpu") if on else None),
-    cpu_offload_use_pin_memory=_deprecated("offload_param or offload_optimizer", None),
-    stage3_gather_fp16_weights_on_model_save=_deprecated("gather_16bit_weights_on_model_save", bool),
 )
 DeepSpeedFP16Config = _mirror("DeepSpeedFP16Config", schema.Fp16, _Fp16)
 DeepSpeedBF16Config = _mirror("DeepSpeedBF16Config", schema.Bf16)
