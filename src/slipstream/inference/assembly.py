@@ -158,8 +158,9 @@ def assemble(
         raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it needs dtype="int4", and is 32, 64 or 128')
     group, (place, threads) = group_size or BLOCKS[0], _place(device, threads, ranks)
     passed_tokenizer = None if tokenizer is None else given_tokenizer(tokenizer)
-    sizes = Sizes(kv_cache_bytes, max_running or MAX_RUNNING, max_context, threads, expert_cache_bytes, ranks, replicas=replicas)
-    sizes = sizes if memory is None else _with_layers_on_disk(sizes, memory, source, place)
+    shared: dict[str, Any] = {"ranks": ranks, "replicas": replicas, "memory": memory}
+    sizes = Sizes(kv_cache_bytes, max_running or MAX_RUNNING, max_context, threads, expert_cache_bytes, **shared)
+    _check_layers_on_disk(sizes, source, place)
     if isinstance(source, torch.nn.Module) and outputs.gives_outputs_only(source):
         loop |= {"max_context": max_context, "max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "tp_size": ranks}
         return _outputs(source, name, kind, place, group, loop | {"tokenizer": tokenizer, "expert_cache_bytes": expert_cache_bytes})
@@ -208,9 +209,10 @@ def _leader_of(ranks: ServingRanks | None) -> str:
     return _FOLLOWS.format(ranks.index) if ranks and ranks.index else ""
 
 
-def _with_layers_on_disk(sizes: Sizes, memory: WeightMemory, source: Any, place: torch.device) -> Sizes:
-    """Return `sizes` with the memory for layers on disk. Raises ValueError, before anything is read, for options that weights_bytes
-    and weights_folder do not support."""
+def _check_layers_on_disk(sizes: Sizes, source: Any, place: torch.device) -> None:
+    """Raise ValueError, before anything is read, for options that weights_bytes and weights_folder do not support."""
+    if sizes.memory is None:
+        return
     saved = isinstance(source, Path) and trained.find(source) is not None
     reasons = (
         (f"the {type(source).__name__} is in memory already; give its folder", not isinstance(source, Path)),
@@ -221,7 +223,6 @@ def _with_layers_on_disk(sizes: Sizes, memory: WeightMemory, source: Any, place:
     )
     if why := next((why for why, holds in reasons if holds), None):
         raise ValueError(f"weights_bytes and weights_folder keep layers on disk: {why}")
-    return sizes._replace(memory=memory)
 
 
 def _outputs(model: torch.nn.Module, name: str, kind: str, place: torch.device, group: int, others: Mapping[str, Any]) -> Assembled:

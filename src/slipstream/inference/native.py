@@ -28,7 +28,7 @@ from slipstream.inference.core import Batch, BatchNumbers, Generate, PartRunner,
 from slipstream.inference.decoder import learnt
 from slipstream.inference.kv_cache import untouched_zeros
 from slipstream.inference.models import rope_table, shape_of
-from slipstream.inference.on_disk import LINE, ExpertStore, LayerStore, WeightMemory, choose
+from slipstream.inference.on_disk import LINE, ExpertStore, LayerStore, WeightMemory, allocator, choose
 from slipstream.inference.ranks import ServingRanks, message_nbytes
 from slipstream.inference.sampler import Draws
 from slipstream.inference.weights import DecoderWeights, LayerWeights, Mlp
@@ -402,7 +402,8 @@ class NativeDecoder(PartRunner):
         self.layer_store, records = LayerStore([sizes[i] for i in stored], memory.folder), []
         self._stops = [0, *(i + 1 for i in stored)]  # the last layer is always stored
         for index in range(len(sizes)):
-            with self.layer_store.packing(stored.index(index)) if index in stored else nullcontext() as self._into:
+            with self.layer_store.packing(stored.index(index)) if index in stored else nullcontext() as memory_of_layer:
+                self._into = None if memory_of_layer is None else allocator(memory_of_layer)
                 records.append(self._layer(index, read(index)))
         self._into = None
         self.layer_store.start()
@@ -458,19 +459,14 @@ class NativeDecoder(PartRunner):
 
     def _stored(self, store: ExpertStore, number: int, mlp: Mlp) -> tuple[MatrixRecord, MatrixRecord]:
         """Write an expert to the store's file. Returns gate_up and down; their pointers are offsets in the file."""
-        tables: list[Tensor] = []
-
-        def allocate(nbytes: int) -> Tensor:
-            tables.append(torch.empty(nbytes, dtype=torch.uint8))
-            return tables[-1]
-
-        records = self._gate_up("", mlp, allocate), self._packed({"down": (mlp.down, None)}, allocate)
-        offsets = dict(zip((table.data_ptr() for table in tables), store.write(number, tables), strict=True))
+        with store.packing(number) as memory:
+            allocate = allocator(memory)
+            records = self._gate_up("", mlp, allocate), self._packed({"down": (mlp.down, None)}, allocate)
         for record in records:
             for name in ("data", "scale", "low"):
                 address = getattr(record, name)
                 if address is not None:
-                    setattr(record, name, offsets[address])
+                    setattr(record, name, address - memory.data_ptr())
         return records
 
     def _mlp(self, at: str, mlp: Mlp) -> tuple[MatrixRecord, MatrixRecord]:

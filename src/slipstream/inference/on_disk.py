@@ -72,6 +72,19 @@ def _spread(num: int, count: int) -> list[int]:
     return [i for i in range(num) if (i + 1) * count // num > i * count // num]
 
 
+def allocator(memory: Tensor) -> Callable[[int], Tensor]:
+    """A function that gives parts of a layer's or expert's memory, uint8, one after the other, at whole lines."""
+    begin = 0
+
+    def allocate(nbytes: int) -> Tensor:
+        nonlocal begin
+        start, begin = begin, begin + nbytes + -nbytes % LINE
+        assert start + nbytes <= len(memory), f"more than {len(memory):,} bytes are packed"
+        return memory[start : start + nbytes]
+
+    return allocate
+
+
 class LayerStore:
     """`sizes`: packed bytes of the stored layers, in order. First every layer goes through `packing`, then `start` runs; a forward
     calls `fetch` and `release` for each layer in turn. One thread at a time. Raises ValueError if `folder` lacks space."""
@@ -89,18 +102,10 @@ class LayerStore:
         self._next = 0  # the layer to read next
 
     @contextmanager
-    def packing(self, number: int) -> Iterator[Callable[[int], Tensor]]:
-        """Yields an allocator of uint8 memory for a layer's tables; at the end they are written to the file. Raises DiskError."""
+    def packing(self, number: int) -> Iterator[Tensor]:
+        """Yields memory for a layer's tables, which is written to the file at the end. Raises DiskError."""
         self._empty(number % SLOTS)
-        memory, begin = self._memory(number), 0
-
-        def allocate(nbytes: int) -> Tensor:
-            nonlocal begin
-            start, begin = begin, begin + nbytes + -nbytes % LINE
-            assert start + nbytes <= len(memory), f"stored layer {number} has more than {len(memory)} bytes packed"
-            return memory[start : start + nbytes]
-
-        yield allocate
+        yield (memory := self._memory(number))
         self._moves[number % SLOTS] = number, self._disk.write([(self._offsets[number], memory)])
 
     def start(self) -> None:
@@ -205,17 +210,13 @@ class ExpertStore:
         addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
         self.record = ExpertRecord(**addresses, expert_bytes=size, file=self._file, num_slots=slots)
 
-    def write(self, expert: int, tables: list[Tensor]) -> list[int]:
-        """Write an expert's packed tables, uint8; thread-safe. Returns their offsets in its part of the file. Raises OSError."""
-        offsets, begin = [], 0
-        for table in tables:
-            offsets.append(begin)
-            view, done = table.numpy().data, 0
-            while done < len(view):
-                done += os.pwrite(self._file, view[done:], expert * self.expert_nbytes + begin + done)
-            begin += table.nbytes + -table.nbytes % LINE
-        assert begin <= self.expert_nbytes, f"expert {expert} has {begin} bytes packed, more than {self.expert_nbytes}"
-        return offsets
+    @contextmanager
+    def packing(self, expert: int) -> Iterator[Tensor]:
+        """As `LayerStore.packing`, in any thread. Raises OSError."""
+        yield (memory := torch.empty(self.expert_nbytes, dtype=torch.uint8))
+        view, done = memory.numpy().data, 0
+        while done < len(view):
+            done += os.pwrite(self._file, view[done:], expert * self.expert_nbytes + done)
 
     def use(self) -> Use:
         return Use(self.record.hits, self.record.misses)
