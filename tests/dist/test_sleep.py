@@ -169,7 +169,7 @@ def test_a_disk_that_fails_on_wake(tmp_path: Path) -> None:
     engine = toy.make(toy.seeded(toy.Lm), 1, dtype="bf16")
     engine.sleep(None, "disk", str(tmp_path))
     if engine.rank == 1:
-        _, _, (_, file, *_), _ = engine.states.asleep._space.disks[0]._closing.peek()
+        _, _, (_, file, *_), _ = engine.states.resources["asleep"]._space.disks[0]._closing.peek()
         os.ftruncate(file, 0)
     with pytest.raises(DiskError, match="rank 1 could not read its sleeping states back"):
         engine.wake()

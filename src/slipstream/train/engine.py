@@ -608,7 +608,7 @@ class Engine(nn.Module):
 
     def wake(self) -> None:
         """Restore the states that `sleep` moved away. Collective; a no-op if the engine is awake."""
-        if self.states.asleep is not None:
+        if Obstacle.ASLEEP in self.gate:
             with self.together("wake"), torch.no_grad():
                 sleep.wake(self.states)
 

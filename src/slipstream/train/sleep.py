@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.ops.disk import DiskError
-from slipstream.train.asleep import Asleep
+from slipstream.ops.disk import Disk, DiskError
 from slipstream.train.gate import Obstacle
 from slipstream.train.states import States
 from slipstream.zero.comm import first_said
 from slipstream.zero.placement import Tier
-from slipstream.zero.storage.store import CodedStore, HostStore, MemoryStore, Store
+from slipstream.zero.shared import free_pages
+from slipstream.zero.storage.store import CodedStore, HostStore, MemoryStore, Space, Store, pieces, range_nbytes
 
 KINDS = ("optimizer", "weights", "gradients")
 
@@ -45,9 +46,76 @@ def check(include: Iterable[str] | None, device: str, path: str | None, own: tor
     return kinds
 
 
+class Asleep:
+    """Tensors whose memory is free while their contents are elsewhere, and the copies.
+
+    A tensor keeps its identity: its storage is resized to zero and back.
+    """
+
+    def __init__(self, kinds: tuple[str, ...], device: torch.device, folder: str | None) -> None:
+        self.kinds, self.device, self.folder = kinds, device, folder
+        self._space: Space | None = None
+        self._gone: list[tuple[Tensor, int, Store | Tensor | None]] = []
+
+    def take(self, tensors: list[tuple[Tensor, bool]]) -> int:
+        """Copy the tensors away (each with whether to keep its contents); returns their bytes. `empty` then frees their memory."""
+        if self.folder is not None:
+            nbytes = sum(range_nbytes(tensor.numel(), tensor.element_size()) for tensor, counts in tensors if counts)
+            self._space = Space(partial(Disk, str(self.folder)), max(nbytes, 1))
+        for tensor, counts in tensors:
+            self._gone.append((tensor, tensor.untyped_storage().nbytes(), self._save(tensor) if counts else None))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return sum(tensor.nbytes for tensor, _, _ in self._gone)
+
+    def empty(self) -> None:
+        """Free the memory, once all ranks have saved; each rank frees its own part of shared memory."""
+        for tensor, _, _ in self._gone:
+            if tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(0)
+            else:
+                free_pages(tensor)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def bring_back(self) -> str:
+        """Restore all tensors; returns the first disk error, "" for none. All memory is allocated again either way."""
+        error = ""
+        for tensor, nbytes, saved in self._gone:
+            if tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(nbytes)
+            if isinstance(saved, Store):
+                try:
+                    for start, stop in pieces(saved.numel):
+                        tensor[start:stop].copy_(saved.get(start, stop))
+                except DiskError as failed:
+                    error = error or str(failed)
+            elif saved is not None:
+                tensor.copy_(saved, non_blocking=True)
+            else:
+                tensor.zero_()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.close()
+        return error
+
+    def close(self) -> None:
+        if self._space is not None:
+            self._space.close()
+        self._gone, self._space = [], None
+
+    def _save(self, tensor: Tensor) -> Store | Tensor:
+        if self._space is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        store = self._space.store(tensor.numel(), tensor.dtype)
+        for start, stop in pieces(tensor.numel()):
+            store.put(start, tensor[start:stop].cpu())
+        return store
+
+
 def put(states: States, kinds: tuple[str, ...], folder: str | None) -> int:
     """Copy states away, agree, free the memory; returns the bytes freed. If one rank lacks space, all raise and nothing is lost."""
-    asleep = Asleep(kinds, states.device, None if folder is None else Path(folder))
+    asleep = Asleep(kinds, states.device, folder)
     error, nbytes = "", 0
     try:
         nbytes = asleep.take([(each, counts) for each, counts in memory_of(states, kinds) if folder or not each.is_cpu])
@@ -57,7 +125,7 @@ def put(states: States, kinds: tuple[str, ...], folder: str | None) -> int:
         asleep.close()
         rank, why = failure
         raise RuntimeError(f"engine.sleep(): no states were moved, because rank {rank} failed: {why}")
-    states.asleep = asleep
+    states.resources["asleep"] = asleep
     states.gate.shut(Obstacle.ASLEEP, f"the engine sleeps ({', '.join(sorted(kinds))} are away); call engine.wake() first")
     if "weights" in kinds:
         for unit in states.units:
@@ -76,9 +144,7 @@ def put(states: States, kinds: tuple[str, ...], folder: str | None) -> int:
 
 def wake(states: States) -> None:
     """Undo `put`. If reading from a disk fails, all ranks are awake but broken, and raise DiskError."""
-    asleep = states.asleep
-    if asleep is None:
-        return
+    asleep: Asleep = states.resources["asleep"]
     failure = first_said(asleep.bring_back(), states.mesh.world)  # after it, all ranks' parts of shared memory are back
     states.hooks.refusal = ""
     for unit in states.units:
@@ -86,7 +152,7 @@ def wake(states: States) -> None:
     if "weights" in asleep.kinds:
         for unit in states.units:
             unit.wake_up()
-    states.asleep = None
+    del states.resources["asleep"]
     states.gate.open(Obstacle.ASLEEP)
     if failure:
         rank, why = failure

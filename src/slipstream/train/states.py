@@ -21,7 +21,6 @@ from slipstream.ops.disk import DiskError
 from slipstream.ops.wire import Feedback
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.parallel.exchange import Exchange, connect_activations
-from slipstream.train.asleep import Asleep
 from slipstream.train.gate import Gate, Obstacle
 from slipstream.train.updater import Updater
 from slipstream.world.mesh import Axis, Differs, Mesh
@@ -84,7 +83,6 @@ class States:
     gate: Gate = field(default_factory=Gate)
     hooks: Hooks = field(init=False)  # installed by the engine, and again after each surgery
     known: frozenset[int] = frozenset()  # ids of the model's parameters
-    asleep: Asleep | None = None  # the states that sleep() moved away
     # By name: mail, exchanges of activations. Closed with the engine. Checkpoints keep those that have a state.
     resources: dict[str, Any] = field(default_factory=dict)
     before_backward: list[Callable[[Tensor], None]] = field(default_factory=list)  # called with the loss of `engine.backward`
