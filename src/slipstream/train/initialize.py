@@ -473,8 +473,8 @@ def _engine(
         states.after_step.append(errors.end_step)
         casts.scaler.changed.append(errors.rescale)
     if mesh.is_apart:
-        states.outer = states.resources["local steps"] = LocalSteps(states, plan.local_steps, transport)
-        states.after_step.append(states.outer.end_step)
+        local_steps = states.resources["local steps"] = LocalSteps(states, plan.local_steps, transport)
+        states.after_step.append(local_steps.end_step)
     return pipeline_engine(states, casts, transport) if in_stages else Engine(states, casts)
 
 

@@ -7,15 +7,14 @@ the engine.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from slipstream.checkpoint import FlatSlice
 from slipstream.config.plan import Plan
 from slipstream.ops.disk import DiskError
 from slipstream.ops.wire import Feedback
@@ -29,36 +28,8 @@ from slipstream.zero.build import Recipe
 from slipstream.zero.comm import Comm, first_said
 from slipstream.zero.hooks import Hooks, Slots
 from slipstream.zero.storage.homes import Homes
-from slipstream.zero.storage.store import Needs, Spaces, Store
+from slipstream.zero.storage.store import Needs, Spaces
 from slipstream.zero.unit import Comms, Unit
-
-
-class Average(Protocol):
-    """What an engine uses of slipstream.ema.Ema."""
-
-    num_updates: int
-
-    def tensors(self) -> dict[str, FlatSlice]:
-        """This rank's ranges of the averages, by their names in a checkpoint."""
-
-    def stores(self) -> Iterable[Store]:
-        """The stores of the averages."""
-
-    def restart(self, names: Collection[str]) -> None:
-        """Restart the averages of these parameters from their current values."""
-
-
-class Outer(Protocol):
-    """What an engine uses of train/local_steps.py."""
-
-    def before(self, method: str) -> None:
-        """Make the replicas' weights equal before a call that reads them. Collective."""
-
-    def tensors(self) -> dict[str, FlatSlice]:
-        """This rank's ranges of the outer optimizer's momentum, by their names in a checkpoint."""
-
-    def restart(self, loaded: Collection[str]) -> None:
-        """Continue from loaded masters, and from the momentum under these names."""
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
@@ -89,15 +60,20 @@ class States:
     after_step: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether the step updated the weights
     suspects: list[Callable[[], str]] = field(default_factory=list)  # return what may have made gradients nonfinite, or ""
     on_hooks: list[Callable[[Hooks], object]] = field(default_factory=list)  # called with new hooks after each surgery
-    outer: Outer | None = None  # train/local_steps.py
-    average_ref: Callable[[], Average | None] = lambda: None  # of the slipstream.ema.Ema of these states; the user owns it
+    average_ref: Callable[[], Any] = lambda: None  # of the slipstream.ema.Ema of these states; the user owns it
 
     def __post_init__(self) -> None:
         self.updater = Updater(self.units, self.steps)
 
     @property
-    def average(self) -> Average | None:
+    def average(self) -> Any:
+        """The slipstream.ema.Ema of these states, or None."""
         return self.average_ref()
+
+    @property
+    def outer(self) -> Any:
+        """The LocalSteps (train/local_steps.py) of these states, or None."""
+        return self.resources.get("local steps")
 
     def hook(self, hooks: Hooks) -> None:
         """Take new hooks between the current model and the current units."""
@@ -181,7 +157,6 @@ class States:
         """Drop what refers back to these states, so that they are freed with their last reference, not by the cyclic collector."""
         for each in (self.resources, self.before_backward, self.after_step, self.suspects, self.on_hooks):
             each.clear()
-        self.outer = None
         del self.hooks
 
     @property
