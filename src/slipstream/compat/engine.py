@@ -43,7 +43,7 @@ from slipstream.train.engine import Engine
 from slipstream.train.initialize import read_together
 from slipstream.train.loaders import build_loader
 from slipstream.train.random_ltd import RandomLTDScheduler, token_drop_of
-from slipstream.train.schedules import arguments_at_step, check_step
+from slipstream.train.schedules import ArgumentsAtStep, check_step
 from slipstream.train.window import UnusedParameterError
 from slipstream.world.join import local_rank
 from slipstream.zero.leaves import rows_of
@@ -551,9 +551,11 @@ def initialize(
     if optimizer is None and "optimizer" not in raw:  # as DeepSpeed, create no schedule; Trainer evaluates this way
         used = {name: value for name, value in used.items() if name != "scheduler"}
         given["lr_scheduler"] = lr_scheduler = None
+    if lr_scheduler is not None:
+        given["lr_scheduler"] = ArgumentsAtStep(lr_scheduler)
     zero.take_over(model)
     try:
-        with held.held_values(model), arguments_at_step():
+        with held.held_values(model):
             engine, handle, loader, scheduler = slipstream.initialize(config=used, **given)
     except arguments.ConfigError as error:
         raise loaded.refusal(error) from None

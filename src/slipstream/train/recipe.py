@@ -30,7 +30,7 @@ from slipstream.optim.rules import Rule
 from slipstream.train import compiled
 from slipstream.train.disk_space import tiers_of
 from slipstream.train.precision import buffer_rule
-from slipstream.train.schedules import build_scheduler, check_scheduler
+from slipstream.train.schedules import build_scheduler, given_scheduler
 from slipstream.zero.build import Recipe
 from slipstream.zero.leaves import forget_kinds, mark_part, mark_rows
 from slipstream.zero.placement import stage_placement
@@ -156,7 +156,7 @@ def scheduler_of(plan: Plan, lr_scheduler: Any, inner: torch.optim.Optimizer | N
         raise ValueError(f"{name} has no optimizer; pass one as optimizer= or set it in the config, or drop the scheduler")
     if lr_scheduler is None and plan.scheduler is not None:
         return build_scheduler(plan.scheduler.type, plan.scheduler.params, inner)
-    return check_scheduler(lr_scheduler(inner) if callable(lr_scheduler) else lr_scheduler, inner)
+    return given_scheduler(lr_scheduler, inner)
 
 
 def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:

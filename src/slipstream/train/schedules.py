@@ -20,11 +20,9 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -357,25 +355,21 @@ def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -
     return cls(optimizer, **params)
 
 
-_AT_STEP: ContextVar[bool] = ContextVar("whether engine.step() checks what the schedule needs", default=False)
+class ArgumentsAtStep(NamedTuple):
+    """An `lr_scheduler=` whose `step()` may need any arguments: DeepSpeed's `engine.step(lr_kwargs=)` can pass them."""
+
+    given: Any
 
 
-@contextmanager
-def arguments_at_step() -> Iterator[None]:
-    """Inside, a scheduler's `step()` may need any arguments: DeepSpeed's `engine.step(lr_kwargs=)` can pass them."""
-    token = _AT_STEP.set(True)
-    try:
-        yield
-    finally:
-        _AT_STEP.reset(token)
-
-
-def check_scheduler(scheduler: Any, optimizer: Any) -> Any:
-    """Return the scheduler; raise ValueError unless `advance` can step it and it sets this optimizer's rates."""
+def given_scheduler(given: Any, optimizer: Any) -> Any:
+    """The scheduler of `lr_scheduler=`; raises ValueError unless `advance` can step it and it sets this optimizer's rates."""
+    has_arguments = isinstance(given, ArgumentsAtStep)
+    given = given.given if has_arguments else given
+    scheduler = given(optimizer) if callable(given) else given
     name = type(scheduler).__name__
     if not callable(getattr(scheduler, "step", None)):
         raise ValueError(f"lr_scheduler= is a {name}, which has no step(); pass a scheduler, or a callable that builds one")
-    if not _AT_STEP.get():
+    if not has_arguments:
         check_step(scheduler, "which the engine cannot pass:")
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
     if groups and not any(group is own for group in groups for own in optimizer.param_groups):  # optimizers can share groups
