@@ -35,6 +35,20 @@ class Gather(Protocol):
         """Called when the shards have new values, on all ranks."""
 
 
+def gather_coded(over: Gather, full: Tensor, shard: Tensor, cuts: Cuts, bits: int, *, accumulate: bool = False) -> Pending[None]:
+    """Fill `full` with the decoded codes of every rank's shard, or add them to it. A shard of dtype uint8 is sent as it is."""
+    codes = torch.empty(wire_codes.nbytes(cuts[-1], bits), dtype=torch.uint8, device=full.device)
+    own = shard
+    if shard.dtype is not torch.uint8:
+        own = torch.empty(wire_codes.nbytes(shard.numel(), bits), dtype=torch.uint8, device=full.device)
+        encode(shard, own, bits)
+
+    def decode(_: None) -> None:
+        sum_coded(full[: cuts[-1]], [codes], bits, accumulate=accumulate)
+
+    return over.gather_into(codes, own, wire_cuts(cuts, bits)).then(decode)
+
+
 @dataclass(slots=True)
 class CodedGather:
     """Sends codes. Every rank computes with decoded weights, also of its own shard. A shard stored in codes is sent unchanged."""
@@ -43,17 +57,7 @@ class CodedGather:
     exact: bool = False
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
-        coded = wire_cuts(cuts, _BITS)
-        codes = torch.empty(coded[-1], dtype=torch.uint8, device=full.device)
-        own = shard
-        if shard.dtype is not torch.uint8:
-            own = torch.empty(wire_codes.nbytes(shard.numel(), _BITS), dtype=torch.uint8, device=full.device)
-            encode(shard, own, _BITS)
-
-        def decode(_: None) -> None:
-            sum_coded(full[: cuts[-1]], [codes], _BITS)
-
-        return self.over.gather_into(codes, own, coded).then(decode)
+        return gather_coded(self.over, full, shard, cuts, _BITS)
 
     def changed(self) -> None:
         self.over.changed()

@@ -28,10 +28,9 @@ from torch import Tensor
 
 from slipstream.ops import Partial
 from slipstream.ops.pages import free_pages
-from slipstream.ops.wire import encode, sum_coded
 from slipstream.world.mesh import Family
 from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from
-from slipstream.zero.gather import Gather, wire_cuts
+from slipstream.zero.gather import Gather, gather_coded
 from slipstream.zero.layout import Layout, Span
 from slipstream.zero.leaves import Leaf
 from slipstream.zero.memory import Memory, place
@@ -399,19 +398,12 @@ class Unit:
             return self.publish()
         self.shown.num_changes += 1
         self.owned.settle()
-        own, dp = full.tensor[slice(*self.span)], self.comms.dp
-        before, self.memory.before = self.memory.before, None
-        coded = wire_cuts(self.cuts, bits)
-        codes = torch.empty(coded[-1], dtype=torch.uint8, device=own.device)
-        sent = torch.zeros(coded[dp.index + 1] - coded[dp.index], dtype=torch.uint8, device=own.device)
+        own, before, self.memory.before = full.tensor[slice(*self.span)], self.memory.before, None
+        changes = torch.zeros_like(own, dtype=torch.float32)
         if before is not None:  # else the update has failed
-            encode(own.float() - before.float(), sent, bits)
+            torch.sub(own.float(), before, out=changes)
             own.copy_(before)
-
-        def add(_: None) -> None:
-            sum_coded(full.tensor[: self.cuts[-1]], [codes], bits, accumulate=True)
-
-        return dp.gather_into(codes, sent, coded).then(add)
+        return gather_coded(self.comms.dp, full.tensor, changes, self.cuts, bits, accumulate=True)
 
     def forget_gradients(self) -> None:
         """Drop everything accumulated since the last step."""
