@@ -224,13 +224,13 @@ class Mesh:
         cells = self._cells(splits)
         name = " of " + " x ".join(split.axis for split in splits) if splits else ""
         replicas = self.groups.axis(f"dp{name}" if splits else "batch", list(cells.values()))
-        parts = []
+        parts, block_of = [], self.blocks
         for i, split in enumerate(splits):
             rows: dict[tuple[int, ...], list[list[int]]] = {}
             for key, ranks in cells.items():
                 rows.setdefault((*key[: i + 1], *key[i + 2 :]), []).append(ranks)
             wholes = [column for cells_of in rows.values() for column in _columns(cells_of)]
-            if self.is_apart and (cut := [each for each in wholes if len({self.blocks[rank] for rank in each}) > 1]):
+            if self.is_apart and (cut := [each for each in wholes if len({block_of[rank] for rank in each}) > 1]):
                 raise ValueError(
                     f"parameters are split over {split.axis} by {split.size}, on the ranks {cut[0]} of several replicas that "
                     "slipstream.local_steps lets train on their own; drop one of the two"
@@ -279,11 +279,12 @@ class Mesh:
         """
         on_stages = any(split.axis == "pp" for split in splits)
         rows: list[list[list[list[int]]]] = []  # per cell and block: the ranks of shards
+        block_of = self.blocks
         for ranks in cells:
             blocks: dict[int, dict[int, list[int]]] = {}
             for rank in ranks:
                 stage = self.places[rank].pp if on_stages else 0
-                blocks.setdefault(self.blocks[rank], {}).setdefault(stage, []).append(rank)
+                blocks.setdefault(block_of[rank], {}).setdefault(stage, []).append(rank)
             rows.append([list(of_stages.values()) for of_stages in blocks.values()])
             if len({len(each) for of_stages in rows[-1] for each in of_stages}) > 1:
                 split = next(split for split in splits if split.axis != "pp")

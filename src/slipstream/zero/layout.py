@@ -106,13 +106,10 @@ def whole_layout(
     for i in sorted(range(len(shapes)), key=lambda i: (-sizes[i], i)):
         owner[i] = min(range(num_shards), key=lambda shard: (load[shard], shard))
         load[owner[i]] += round_up(sizes[i], align)
-    lengths = [0] * num_shards
+    lengths, starts = [0] * num_shards, []
     for i, (_, shape) in enumerate(shapes):
+        starts.append(lengths[owner[i]])
         lengths[owner[i]] += round_up(math.prod(shape), align)
-    cuts = list(itertools.accumulate(lengths, initial=0))
-    fill = cuts[:-1].copy()
-    slots = []
-    for i, (name, shape) in enumerate(shapes):
-        slots.append(Slot(name, tuple(shape), fill[owner[i]]))
-        fill[owner[i]] += round_up(math.prod(shape), align)
-    return Layout(tuple(slots), tuple(cuts))
+    cuts = tuple(itertools.accumulate(lengths, initial=0))
+    slots = (Slot(name, tuple(shape), cuts[owner[i]] + starts[i]) for i, (name, shape) in enumerate(shapes))
+    return Layout(tuple(slots), cuts)
