@@ -195,20 +195,22 @@ def _run(
     slots = threading.Semaphore(concurrency)
 
     def send(request: LoadRequest) -> None:
-        with slots:
-            answer = RequestTimes(request.at)
-            try:
-                server.complete(model, request, answer, start)
-            except TimeoutError:
-                failed.append((answer, "timed out (--timeout)"))
-            except (OSError, ServerError, ValueError) as error:
-                failed.append((answer, str(error) or type(error).__name__))
-            else:
-                done.append(answer)
+        answer = RequestTimes(request.at)
+        try:
+            server.complete(model, request, answer, start)
+        except TimeoutError:
+            failed.append((answer, "timed out (--timeout)"))
+        except (OSError, ServerError, ValueError) as error:
+            failed.append((answer, str(error) or type(error).__name__))
+        else:
+            done.append(answer)
+        finally:
+            slots.release()
 
     threads = []
     for request in requests:
         time.sleep(max(0.0, request.at - (time.perf_counter() - start)))
+        slots.acquire()
         threads.append(threading.Thread(target=send, args=(request,), daemon=True))
         threads[-1].start()
     for thread in threads:
@@ -289,7 +291,7 @@ def execute(options: argparse.Namespace) -> int:
         _run(server, model, requests, options.concurrency or len(requests), done, failed)
     except KeyboardInterrupt:
         interrupted = True
-    except (OSError, ServerError) as error:
+    except (OSError, RuntimeError) as error:  # also that no more threads can start
         raise ValueError(f"{server.url}: {error or type(error).__name__}") from error
     results = summary(done, failed, options)
     if options.json:
