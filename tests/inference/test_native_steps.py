@@ -19,6 +19,7 @@ from slipstream.inference.engine import Engine
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.sampler import LogitsRow, Sampler
 from tests.cases import every_other
+from tests.inference.blocks import check_engine
 from tests.inference.test_adapters import llama, projections, write
 from tests.inference.test_native import FAMILIES, LONG, pytestmark, weights_of
 from tests.unit.test_inference_engine import Answer
@@ -166,7 +167,7 @@ def test_the_engine_answers_alike_with_steps_and_without(monkeypatch: pytest.Mon
         engine.cancel(handle)
         assert cancelled.over.wait(60)
         engine.close()
-        engine.check()
+        check_engine(engine)
         answers.append([(one.ids(), one.last().finish) for one in asked])
         counts.append(calls)
         runner.close()

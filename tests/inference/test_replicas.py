@@ -41,6 +41,7 @@ from slipstream.inference.server.sources import ATTEMPTS, Connected, EngineProce
 from slipstream.inference.stats import settled, total
 from slipstream.launch.cli import main
 from tests import tiny_chat
+from tests.inference.blocks import check_engine
 from tests.inference.test_server import COMPLETIONS, call, serving, until
 from tests.unit.test_inference_engine import GREEDY, Answer, HashRunner, ask, byte_tokenizer, running, wait
 
@@ -91,7 +92,7 @@ class Local:
         self.link.close()
         self.engine.close()
         if isinstance(self.engine, Engine):
-            self.engine.check()
+            check_engine(self.engine)
         return "was cut"
 
 

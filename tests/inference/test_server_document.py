@@ -29,6 +29,7 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 from slipstream.inference.engine import Engine  # noqa: E402
 from slipstream.inference.server.chat import ChatRequest  # noqa: E402
 from slipstream.inference.server.completions import CompletionRequest  # noqa: E402
+from tests.inference.blocks import check_engine  # noqa: E402
 from tests.inference.fake_engine import FakeEngine  # noqa: E402
 from tests.inference.test_server import CHAT, COMPLETIONS, USER, call, serving  # noqa: E402
 from tests.unit.test_inference_engine import HashRunner, byte_tokenizer  # noqa: E402
@@ -54,7 +55,7 @@ def address() -> Iterator[str]:
             yield address
     finally:
         engine.close()
-        engine.check()
+        check_engine(engine)
 
 
 @pytest.fixture(scope="module")

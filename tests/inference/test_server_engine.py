@@ -31,6 +31,7 @@ from slipstream.inference.server import Router  # noqa: E402
 from slipstream.inference.server import generation as generation_module  # noqa: E402
 from slipstream.inference.server.generation import Compiling, Mailbox, Unread, Work  # noqa: E402
 from slipstream.inference.server.generation import running as generation  # noqa: E402
+from tests.inference.blocks import check_engine  # noqa: E402
 from tests.inference.test_replicas import Shared  # noqa: E402
 from tests.inference.test_server import USER, call, opening, serving, until  # noqa: E402
 from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, running, wait  # noqa: E402
@@ -55,7 +56,7 @@ def served(
             until(lambda: engine.stats().running + engine.stats().waiting == 0)
     finally:
         engine.close()
-        engine.check()
+        check_engine(engine)
         assert engine.stats().blocks_used == 0
 
 

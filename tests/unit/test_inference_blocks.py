@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.inference.blocks import BlockPool
+from tests.inference.blocks import check_blocks
 
 
 def computed(pool: BlockPool, tokens: list[int]) -> list[int]:
@@ -64,7 +65,7 @@ def test_equal_content_is_kept_once() -> None:
     for table in (first, second):
         pool.publish(table, tokens, 0, 4)
     assert first == second and pool.num_free == 2
-    pool.check([first, second])
+    check_blocks(pool, [first, second])
 
 
 def test_the_oldest_goes_first_and_ends_before_beginnings() -> None:
@@ -74,7 +75,7 @@ def test_the_oldest_goes_first_and_ends_before_beginnings() -> None:
     pool.free(young)
     for left, number in (([1, 2], 1), ([1], 2), ([], 3)):
         pool.reserve(table := [], 0, 1)
-        pool.check([table])
+        check_blocks(pool, [table])
         assert len(pool.match([1, 2, 3, 0])) == len(left) and len(pool.match([7, 8, 0])) == 2
         pool.publish(table, [100 + number], 0, 1)  # keeps it from being blank, so that the next one evicts again
         pool.free(table)
@@ -91,7 +92,7 @@ def test_copy_on_write() -> None:
     (copy,) = pool.reserve(sibling, 6, 7)
     assert copy == (table[1], sibling[1]) and sibling[0] == table[0] and sibling[1] != table[1]
     assert pool.num_lacking(table, 6, 7) == 0 and pool.reserve(table, 6, 7) == [], "now nobody else has it"
-    pool.check([table, sibling])
+    check_blocks(pool, [table, sibling])
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
@@ -100,7 +101,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert pool.match([1, 2, 3, 4, 5]) == []
     pool.free(table)
     assert pool.num_free == 4 and pool.match([1, 2, 3, 4, 5]) == []
-    pool.check([])
+    check_blocks(pool, [])
 
 
 def test_refusals() -> None:
@@ -136,10 +137,10 @@ def test_random_operations(num_blocks: int, block_size: int, seed: int) -> None:
                 tokens += [rng.randrange(2) for _ in range(start, stop)]
                 pool.publish(table, tokens, start, stop)
                 assert pool.match([*tokens, 0])[: len(tokens) // block_size] == table[: len(tokens) // block_size]
-        pool.check(table for table, _ in live)
+        check_blocks(pool, (table for table, _ in live))
     for table, _ in live:
         pool.free(table)
-    pool.check([])
+    check_blocks(pool, [])
     assert pool.num_free == num_blocks
 
 
@@ -182,21 +183,21 @@ def test_check_sees(harm: Callable[[BlockPool], None], message: str) -> None:
     pool = BlockPool(8, 1)
     table = computed(pool, [1])
     pool.free(computed(pool, [7, 8]))
-    pool.check([table])
+    check_blocks(pool, [table])
     harm(pool)
     with pytest.raises(AssertionError, match=message):
-        pool.check([table])
+        check_blocks(pool, [table])
 
 
 def test_check_sees_tables_that_are_wrong() -> None:
     pool = BlockPool(4, 1)
     table = computed(pool, [1, 2])
     with pytest.raises(AssertionError, match="counts 1 references, tables hold 0"):
-        pool.check([])
+        check_blocks(pool, [])
     with pytest.raises(AssertionError, match="counts 1 references, tables hold 2"):
-        pool.check([table, table])
+        check_blocks(pool, [table, table])
     with pytest.raises(AssertionError, match="holds a block twice"):
-        pool.check([table + table])
+        check_blocks(pool, [table + table])
 
 
 def test_prefixes_of_one_salt_are_not_found_under_another() -> None:
@@ -210,4 +211,4 @@ def test_prefixes_of_one_salt_are_not_found_under_another() -> None:
     for salt, table in tables.items():
         assert pool.match(tokens, salt) == table
     assert len({block for table in tables.values() for block in table}) == 6, "nobody's blocks are another's"
-    pool.check(tables.values())
+    check_blocks(pool, tables.values())

@@ -10,6 +10,7 @@ import torch
 from slipstream.inference import draft_model
 from slipstream.inference.core import Batch, Request, SamplingParams
 from slipstream.inference.draft_model import DraftModel, best_number
+from tests.inference.blocks import check_drafts, check_engine
 from tests.unit.test_inference_engine import END, Answer, HashRunner, ask, running, wait
 
 PROMPTS = ["a prompt of forty characters, more or less", "another", "x"]
@@ -67,7 +68,7 @@ def answers(draft: HashRunner | None, most: int = 8) -> tuple[list[list[Any]], i
         params = [SamplingParams(**{"max_tokens": 40, **settings}) for settings in SETTINGS]
         texts = [told(wait(ask(engine, prompt, one))) for prompt in PROMPTS for one in params]
         texts += [told(wait(answer)) for answer in [ask(engine, prompt, params[i]) for i, prompt in enumerate(PROMPTS)]]
-        engine.check()
+        check_engine(engine)
         stats = engine.stats()
     return texts, stats.draft_tokens, stats.accepted_tokens
 
@@ -137,7 +138,7 @@ def test_what_does_not_pay_is_tried_again_now_and_then() -> None:
         numbers.append(len(drafts.guess({request: 5}, lambda tokens: 1.0).get(request, ())))
     assert [at for at, number in enumerate(numbers) if number] == [32, 64, 96] and set(numbers) == {0, 2}
     drafts.forget(request)
-    drafts.check()
+    check_drafts(drafts)
     assert drafts._pool.num_free == drafts._pool.num_blocks
 
 

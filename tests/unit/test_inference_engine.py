@@ -28,6 +28,7 @@ from slipstream.inference.text import BYTE_OF, Tokenizer
 from slipstream.launch import talk
 from slipstream.launch.cli import build_parser, main
 from slipstream.launch.talk import _api_keys, _print_in_order, chat
+from tests.inference.blocks import check_engine
 
 END = 256  # after the 256 bytes
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -123,7 +124,7 @@ def running(runner: HashRunner | None = None, **options: Any) -> Iterator[Engine
         yield engine
     finally:
         engine.close()
-        engine.check()
+        check_engine(engine)
         assert engine.stats().blocks_used == 0
 
 
@@ -345,7 +346,7 @@ def test_what_is_held_stands_still_and_says_the_same() -> None:
             assert time.monotonic() < until
         num = len(answer.ids())
         assert wait(ask(engine, "other", long)).ids() == expected[1] and len(answer.ids()) == num < 150
-        engine.check()
+        check_engine(engine)
         with engine.paused(otherwise=""):
             assert answer.over.is_set()
             engine.hold(handle, True)  # it has ended
@@ -476,7 +477,7 @@ def test_a_forward_that_fails_ends_only_requests_that_fail_alone(
         prompt, params = family(number, n)
         answers.append(ask(engine, prompt, params, n=n))
     while engine.step():
-        engine.check()
+        check_engine(engine)
     assert engine.healthy and engine.stats().blocks_used == 0
     for number, (n, answer) in enumerate(zip(sizes, answers, strict=True)):
         for index in range(n):

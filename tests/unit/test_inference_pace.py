@@ -13,6 +13,7 @@ from slipstream.inference.blocks import BlockPool
 from slipstream.inference.core import NO_TARGET, ForwardSize, Request, SamplingParams, Target, attended
 from slipstream.inference.pace import RECENT, Pace
 from slipstream.inference.scheduler import LATE, LEAST_PROMPT, SHARE, Scheduler, receivers
+from tests.inference.blocks import check_blocks
 
 NOTHING = ForwardSize(0)
 
@@ -265,7 +266,7 @@ def test_a_late_prompt_gives_up_its_place_and_an_answer_that_has_begun_goes_on()
     machine.run([begun, other])
     assert begun.missed and other.missed and machine.scheduler.counters.preemptions == 0
     assert max(after - before for before, after in pairwise(machine.times[begun])) < 0.1
-    machine.scheduler.pool.check([])
+    check_blocks(machine.scheduler.pool, [])
 
 
 def test_an_urgent_prompt_passes_one_that_runs() -> None:

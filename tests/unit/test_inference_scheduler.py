@@ -21,6 +21,7 @@ from slipstream.inference.blocks import BlockPool
 from slipstream.inference.core import Batch, Finish, ForwardSize, QueueFullError, Request, RequestPhase, SamplingParams, Target
 from slipstream.inference.drafts import Lookup, accept
 from slipstream.inference.scheduler import Scheduler, receivers
+from tests.inference.blocks import check_blocks
 
 VOCAB, END = 7, 0
 
@@ -112,7 +113,7 @@ def drain(scheduler: Scheduler, model: Model) -> list[Batch]:
     batches = []
     while (batch := step(scheduler, model)[0]) is not None:
         batches.append(batch)
-        scheduler.pool.check(request.blocks for request in scheduler.running)
+        check_blocks(scheduler.pool, (request.blocks for request in scheduler.running))
         assert len(batches) < 5000, "it does not come to an end"
     assert not scheduler.running and not scheduler.waiting
     return batches
@@ -246,7 +247,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         generating = [request for request in scheduler.running if len(request.tokens) == request.num_computed + 1]
         published = {*pool._published}
         batch = scheduler.schedule(float(now))
-        pool.check(request.blocks for request in scheduler.running)
+        check_blocks(pool, (request.blocks for request in scheduler.running))
         if batch is None:
             assert not scheduler.running and not scheduler.waiting, "something is to do, and nothing is done"
             if now > last and not scheduler.held:
@@ -269,12 +270,12 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         batch, sampled = model.generate(batch, case.made)
         cancel(during=True)
         hold(during=True)
-        pool.check(request.blocks for request in scheduler.running)
+        check_blocks(pool, (request.blocks for request in scheduler.running))
         for request, tokens in scheduler.commit(batch, sampled, now + 1.0).items():
             assert tokens
             times.setdefault(request, [request.arrival]).append(now + 1.0)
             streamed.setdefault(request, []).extend(tokens)
-        pool.check(request.blocks for request in scheduler.running)
+        check_blocks(pool, (request.blocks for request in scheduler.running))
         assert len(scheduler.running) <= case.max_running
         assert scheduler.running == sorted(scheduler.running, key=scheduler._rank)
         assert scheduler.waiting == sorted(scheduler.waiting, key=scheduler._rank)
@@ -285,7 +286,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         raise AssertionError("it does not come to an end")
 
     assert pool.num_free == case.num_blocks and not scheduler._entries and not scheduler._targeted
-    pool.check([])
+    check_blocks(pool, [])
     for _, first in families:
         for request in (first, *first.siblings):
             prompt = request.tokens[: request.num_prompt]

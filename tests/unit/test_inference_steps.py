@@ -15,6 +15,7 @@ from slipstream.inference.core import Batch, Finish, Generate, SamplingParams
 from slipstream.inference.engine import Engine
 from slipstream.inference.sampler import Draws, LogitsRow, Sampler
 from slipstream.ops import build
+from tests.inference.blocks import check_engine
 from tests.unit.test_inference_engine import PROMPTS, Answer, HashRunner, ask, byte_tokenizer, running, wait
 
 pytestmark = pytest.mark.skipif(build.load().kernels is None, reason="only kernels draw tokens between steps")
@@ -95,7 +96,7 @@ def test_the_answers_are_those_of_single_steps(kinds: list[int], num_blocks: int
         engine, asked = stepwise(one, *((PROMPTS[index], KINDS[kind]) for index, kind in enumerate(kinds)), n=n)
         while engine.step():
             pass
-        engine.check()
+        check_engine(engine)
         assert engine.stats().blocks_used == 0
         answers.append([told(answer, index) for answer in asked for index in range(n)])
     assert answers[0] == answers[1]
@@ -159,7 +160,7 @@ def test_a_cancel_ends_the_steps() -> None:
     runner.between = lambda made: None
     while engine.step():
         pass
-    engine.check()
+    check_engine(engine)
     with running(HashRunner()) as other:
         alone = [told(wait(ask(other, prompt, LONG))) for prompt in "xy"]
     assert told(first) == alone[0] and alone[1][1][: len(second.ids())] == second.ids()

@@ -20,8 +20,8 @@ successor, and evicting it leaves no key without its previous block.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 
 Key = tuple[int | str, tuple[int, ...]]  # the previous block, or the salt if it is the first; and the tokens
 
@@ -136,27 +136,3 @@ class BlockPool:
                 self._idle[block] = None
             else:
                 self._blank.append(block)
-
-    def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the pool's records match `tables`, which must be all tables in use. O(num_blocks)."""
-        references: Counter[int] = Counter()
-        for table in tables:
-            assert len(set(table)) == len(table), f"a table holds a block twice: {list(table)}"
-            references.update(table)
-        for block, count in enumerate(self._refs):
-            assert count == references[block], f"block {block} counts {count} references, tables hold {references[block]}"
-        assert references.total() == sum(self._refs), f"tables hold blocks beyond the pool's {self.num_blocks}: {references}"
-
-        used = [block for block, count in enumerate(self._refs) if count]
-        states = f"used {used}, blank {self._blank}, idle {[*self._idle]}, published {self._published}"
-        assert sorted([*used, *self._blank, *self._idle]) == [*range(self.num_blocks)], f"a block has no state, or two: {states}"
-        assert {block: key for key, block in self._published.items()} == self._keys, f"{self._keys} is not the inverse: {states}"
-        assert self._keys.keys().isdisjoint(self._blank), f"a blank block is published: {states}"
-        assert self._keys.keys() >= self._idle.keys(), f"nothing finds an idle block: {states}"
-        age = {block: position for position, block in enumerate(self._idle)}
-        for block, (previous, tokens) in self._keys.items():
-            assert len(tokens) == self.block_size, f"block {block} is published with {len(tokens)} of {self.block_size} tokens"
-            if not isinstance(previous, str):
-                assert previous in self._keys, f"block {block} is published after block {previous}, which is not"
-                outlives = previous in used or age.get(block, self.num_blocks) < age[previous]
-                assert outlives, f"block {previous} is evicted before block {block}, which follows it"

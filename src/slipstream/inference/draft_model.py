@@ -88,10 +88,6 @@ class DraftModel:
             self._likely += RECENT * (twin.likely - self._likely)
             self._pool.free(twin.request.blocks)
 
-    def check(self) -> None:
-        """Raise AssertionError unless every block is accounted for. For tests."""
-        self._pool.check(twin.request.blocks for twin in self._twins.values())
-
     def _begin(self, request: Request) -> _Twin:
         own = Request(id=f"{request.id}, drafted", tokens=list(request.tokens), params=SamplingParams(), salt=request.salt)
         own.num_prompt = request.num_prompt

@@ -312,13 +312,6 @@ class Engine:
                 **asdict(scheduler.counters),
             )
 
-    def check(self) -> None:
-        """Raise AssertionError unless every block is accounted for. For tests; no step may be running."""
-        with self._lock:
-            self._scheduler.pool.check(request.blocks for request in self._scheduler.running)
-            if self._drafter is not None:
-                self._drafter.check()
-
     def prepare(self) -> None:
         """Build now what the first requests would wait for: the tokenizer's tables and the vocabulary of JSON schemas."""
         if self.tokenizer is None:
