@@ -34,8 +34,8 @@ from slipstream.inference.server.generation import left
 from slipstream.inference.server.metrics import Loading, ModelFigures
 from slipstream.inference.server.prepare import Body
 from slipstream.inference.server.requests import refused
-from slipstream.inference.server.router import Router, Source
-from slipstream.inference.server.sources import Spare
+from slipstream.inference.server.router import Router
+from slipstream.inference.server.sources import Source, Spare
 from slipstream.inference.server.state import Front, Serving, adapter_of, body_of, not_found
 from slipstream.inference.server.status import replicas_of
 from slipstream.inference.source import file_bytes

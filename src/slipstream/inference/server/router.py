@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from slipstream.inference.embedding import Embedded, EmbeddingEngine, Pooling, S
 from slipstream.inference.engine import ClosedError, Engine, FailedError
 from slipstream.inference.sequence import Output, Sink
 from slipstream.inference.server.remote import MOVES, LostError, RemoteEngine, ReplicaState, Ticket
-from slipstream.inference.server.sources import Connected, EngineProcess, ReplicaError, Spare, Zygote
+from slipstream.inference.server.sources import Connected, EngineProcess, ReplicaError, Source, Spare, Zygote
 from slipstream.inference.source import open_tokenizer
 from slipstream.inference.stats import Stats
 from slipstream.inference.text import Tokenizer
@@ -93,38 +93,6 @@ def prefix_keys(tokens: Sequence[int], block_size: int, salt: str, adapter: str)
     for begin in range(0, len(tokens) - block_size, block_size):
         keys.append(key := hash((key, tuple(tokens[begin : begin + block_size]))))
     return keys
-
-
-class Source(Protocol):
-    """The origin of an engine."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def address(self) -> str:
-        """The address of an engine on another host; empty for a process of this server."""
-        ...
-
-    @property
-    def attempts(self) -> float:
-        """Consecutive starts that may fail before the server ends."""
-        ...
-
-    @property
-    def max_pause(self) -> float:
-        """The most seconds between two starts."""
-        ...
-
-    def open(self) -> Connected: ...
-
-    def stop(self) -> None:
-        """Make `open` raise from now on; called from another thread."""
-        ...
-
-    def end(self) -> str:
-        """Free what `open` took, once its link is closed. Returns how the engine ended."""
-        ...
 
 
 class Router:

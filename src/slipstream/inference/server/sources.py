@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeAlias
 
 from slipstream.inference.handshake import enter
 from slipstream.inference.tls import Connection, Encrypted
@@ -261,9 +261,9 @@ class Spare:
 
 @dataclass(kw_only=True)
 class EngineProcess:
-    """A `router.Source` that starts the process of one engine, again after each end. One thread calls it."""
+    """Starts the process of one engine, again after each end. One thread calls it."""
 
-    address = ""
+    address = ""  # of an engine on another host
     attempts = ATTEMPTS
     max_pause = MAX_PAUSE
     name: str
@@ -312,13 +312,13 @@ class EngineProcess:
             self.zygote.close()
 
     def end(self) -> str:
-        """As `_Process.end`."""
+        """Free what `open` took, once its link is closed. Returns how the engine ended."""
         return "was never started" if self._process is None else self._process.end()
 
 
 @dataclass(kw_only=True)
 class EngineAddress:
-    """A `router.Source`. One thread calls it."""
+    """An engine on another host. One thread calls it."""
 
     address: str  # HOST:PORT, [IPV6]:PORT
     secret: bytes
@@ -339,14 +339,12 @@ class EngineAddress:
         """Raises ValueError for another secret or an untrusted certificate, OSError if the engine cannot be reached."""
         try:
             connection = self._connect()
-        except ssl.SSLCertVerificationError as error:
+        except (OSError, ValueError) as error:
             self._cut()
-            raise ValueError(f"{self.name}: its certificate is not accepted (--engine-tls-ca): {error.verify_message}") from None
-        except OSError as error:
-            self._cut()
-            raise OSError(f"{self.name}: {error.strerror or error}") from None
-        except ValueError as error:
-            self._cut()
+            if isinstance(error, ssl.SSLCertVerificationError):
+                error = ValueError(f"its certificate is not accepted (--engine-tls-ca): {error.verify_message}")
+            if isinstance(error, OSError):
+                raise OSError(f"{self.name}: {error.strerror or error}") from None
             raise ValueError(f"{self.name}: {error}") from None
         link = Link(connection, self.beat)
         kind, *rest = next(link.messages, ("ended",))
@@ -390,3 +388,6 @@ class EngineAddress:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
+
+
+Source: TypeAlias = EngineProcess | EngineAddress  # the origin of an engine
