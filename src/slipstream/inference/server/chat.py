@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from slipstream.inference.server.answers import ChatFormat, Format, Thinking
-from slipstream.inference.server.calls import CallForm, form_of
+from slipstream.inference.server.calls import form_of
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import Constraint, Lark, dumps, structured
 from slipstream.inference.server.requests import (
@@ -245,8 +245,9 @@ def prepare(server: Serving, request: ChatRequest, caller: Caller) -> Prepared:
     thinking = _thinking(server.tokenizer, text)
     constraints, free = _constraints(server, request, thinking)
     params = request.sampling(
-        max_tokens=server.max_tokens([prompt], requested, server.engine.max_context, "messages"),
+        server.max_tokens([prompt], requested, server.engine.max_context, "messages"),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
         defaults=server.engine.sampling,
         **constraints,
     )
@@ -377,13 +378,14 @@ def _constraints(server: Serving, request: ChatRequest, thinking: Thinking | Non
         call = request.forced_schema()
         bare = structured(request.structured()) if call is None else {"json_schema": dumps(call, field)}
         begun = thinking is not None and thinking.begun  # the output begins within the model's reasoning
-        return _grammar(server, field, thinking, given=bare) if begun and bare else bare, False
+        return _grammar(server, field, thinking, **bare) if begun and bare else bare, False
     schema, form = request.format_schema(), form_of(server.tokenizer.template)
     strict = any(function.strict for function in tools)
     if schema is not None and not form.begin:
         raise RequestError("response_format beside tools is not served in this model's form of calls", param="response_format")
     if schema is not None or (form.begin and strict):
-        return _grammar(server, field, thinking, schema=schema, functions=tools, form=form), False
+        schemas = [(one.name, one.parameters if one.strict and one.parameters else {"type": "object"}) for one in tools]
+        return _grammar(server, field, thinking, schema=schema, tools=schemas, form=form), False
     return {}, strict
 
 
@@ -392,24 +394,12 @@ def _constraining(request: ChatRequest) -> str:
     return next(iter(request.structured()), "tools")
 
 
-def _grammar(
-    server: Serving,
-    field: str,
-    thinking: Thinking | None,
-    *,
-    given: Constraint | None = None,
-    schema: Any = None,
-    functions: Sequence[Function] = (),
-    form: CallForm | None = None,
-) -> Constraint:
-    """The constraints on an answer after reasoning, or with calls; `given` or `schema` constrain the answer itself."""
-    tools = [(one.name, one.parameters if one.strict and one.parameters else {"type": "object"}) for one in functions]
-    marks, begun = (None, False) if thinking is None else thinking
+def _grammar(server: Serving, field: str, thinking: Thinking | None, json_schema: str | None = None, **answer: Any) -> Constraint:
+    """The constraint on an answer after reasoning, or with calls. `answer`: of `Lark.answer`; `json_schema`: its schema as text."""
+    marks, begun = thinking or (None, False)
     try:
-        given = given or {}
-        schema = json.loads(given["json_schema"]) if "json_schema" in given else schema
-        writer = Lark(server.tokenizer.marks)
-        answer = writer.answer(schema=schema, tools=tools, form=form, thoughts=marks, begun=begun, grammar=given.get("grammar"))
-        return {"grammar": answer}
+        if json_schema is not None:
+            answer["schema"] = json.loads(json_schema)
+        return {"grammar": Lark(server.tokenizer.marks).answer(thoughts=marks, begun=begun, **answer)}
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{field}: a JSON schema or grammar cannot be served: {error}", param=field) from None

@@ -60,9 +60,10 @@ def prepare(server: Serving, request: CompletionRequest, caller: Caller) -> Prep
     if request.return_token_ids or request.echo:
         check_entries(sum(map(len, prompts)) * kept, "return_token_ids" if request.return_token_ids else "echo", MAX_IDS)
     scores = request.logprobs if request.echo and request.prompt_logprobs is None else request.prompt_logprobs
-    params = request.model_copy(update={"prompt_logprobs": scores}).sampling(
-        max_tokens=server.max_tokens(prompts, requested, default, "prompt"),
+    params = request.sampling(
+        server.max_tokens(prompts, requested, default, "prompt"),
         logprobs=request.logprobs if width == kept else request.logprobs or 0,  # they rank the best of several
+        prompt_logprobs=scores,
         **structured(request.structured()),
     )
     form = CompletionFormat(

@@ -248,16 +248,9 @@ class SampledFields(CommonFields):
         given = self.response_format.json_schema or self.response_format
         return {"type": "object"} if given.schema_ is None else given.schema_
 
-    def sampling(
-        self,
-        *,
-        max_tokens: int,
-        logprobs: int | None,
-        json_schema: str | None = None,
-        grammar: str | None = None,
-        defaults: Mapping[str, Any] | None = None,
-    ) -> SamplingParams:
-        """Convert to sampling parameters; `defaults` replace fields that the request leaves out. Raises RequestError."""
+    def sampling(self, max_tokens: int, *, defaults: Mapping[str, Any] | None = None, **others: Any) -> SamplingParams:
+        """Convert to sampling parameters; `defaults` replace fields that the request leaves out. `others`: those that it has in
+        other forms (log-probabilities and constraints). Raises RequestError."""
         fields = dict(defaults or {}) | {name: value for name in _SAMPLED if (value := getattr(self, name)) is not None}
         fields["top_k"] = max(0, fields.get("top_k", 0))  # vLLM's -1: all
         fields["thinking_token_budget"] = None if self.thinking_token_budget == -1 else self.thinking_token_budget
@@ -265,14 +258,7 @@ class SampledFields(CommonFields):
         if self.min_tokens is not None and self.min_tokens > max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({max_tokens})", param="min_tokens")
         try:
-            return SamplingParams(
-                max_tokens=max_tokens,
-                logprobs=logprobs,
-                prompt_logprobs=self.prompt_logprobs,
-                json_schema=json_schema,
-                grammar=grammar,
-                **fields,
-            )
+            return SamplingParams(max_tokens=max_tokens, **others, **fields)
         except ValueError as error:  # the message begins with the field's name
             param = str(error).split()[0]
             raise RequestError(str(error), param=param if param in type(self).model_fields else None) from None
