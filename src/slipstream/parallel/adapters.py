@@ -54,7 +54,7 @@ def slice_adapters(model: nn.Module) -> None:
             for layer in adapters_of(module, name):
                 if not parts_of(layer.weight):
                     _cut(f"{path}.{name}", layer, base, dim)
-            whole = (other,) if base.slices.tokens is not None and f"{path}.".startswith(blocks) else ()
+            whole = (other,) if base.slices.shares_tokens and f"{path}.".startswith(blocks) else ()
         for layer in (layer for name in whole for layer in adapters_of(module, name)):
             for param in (param for param in layer.parameters() if not parts_of(param)):
                 mark_part(param, "tp", 1)  # each rank sees a share of the tokens, or the gradient of its share of the outputs

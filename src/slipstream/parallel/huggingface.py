@@ -72,7 +72,7 @@ class PipelinedDecoder(nn.Module):
         self.sequences = sequences
         if sequences is not None:
             sequences.unhook()  # chunks divide a micro-batch themselves
-        self.tokens = slices if slices is not None and slices.tokens is not None else None  # tokens are shared within each stage
+        self.tokens = slices if slices is not None and slices.shares_tokens else None  # tokens are shared within each stage
         self.config, self.loss_fn, self.num_stages, self.stages = model.config, loss_fn, num_stages, tuple(stages)
         base: Any = getattr(model, "get_base_model", lambda: model)()  # without PEFT's wrapper
         self.base_class, self.architecture = type(base), type(base).__name__

@@ -91,10 +91,8 @@ class PipelineModule(nn.Module):
         if num_stages is None and topology is None:
             raise RuntimeError("must provide num_stages or topology")
         self.loss_fn, self.seed_layers, self.seed_fn, self.base_seed = loss_fn, seed_layers, seed_fn or _seed_all, base_seed
-        self.activation_checkpoint_interval, self.activation_checkpoint_func = (
-            activation_checkpoint_interval,
-            activation_checkpoint_func,
-        )
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers, self.dynamic_shape = checkpointable_layers, dynamic_shape
         self.has_own_topology = topology is not None
         self._topo = topology if topology is not None else _topology(num_stages or 1, alone=stages is not None)

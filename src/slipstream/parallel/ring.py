@@ -12,6 +12,7 @@ Shapes: b sequences, h query heads, k key heads, s tokens of one rank, d feature
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -53,23 +54,18 @@ class Mask(NamedTuple):
 
     def tile(self, queries: Span, keys: Span, device: torch.device) -> Tensor | None:
         """The mask of a tile, [1 or b, 1, queries, keys]; None: attend to everything."""
-        allowed: Tensor | None = None
-        rows = torch.arange(*queries, device=device)[:, None]
-        columns = torch.arange(*keys, device=device)[None]
+        rows = torch.arange(*queries, device=device)[None, None, :, None]
+        columns = torch.arange(*keys, device=device)[None, None, None]
+        conditions: list[Tensor] = []
         if self.causal and keys[1] > queries[0] + 1:
-            allowed = rows >= columns
+            conditions.append(rows >= columns)
         if self.window is not None and max(queries[1] - keys[0], keys[1] - queries[0]) > self.window:
-            near = (rows - columns).abs() < self.window
-            allowed = near if allowed is None else allowed & near
-        if allowed is not None:
-            allowed = allowed[None, None]
+            conditions.append((rows - columns).abs() < self.window)
         if self.samples is not None:
-            same = self.samples[:, None, slice(*queries), None] == self.samples[:, None, None, slice(*keys)]
-            allowed = same if allowed is None else allowed & same
+            conditions.append(self.samples[:, None, slice(*queries), None] == self.samples[:, None, None, slice(*keys)])
         if self.padding is not None:
-            real = self.padding.bool()[:, None, None, slice(*keys)]
-            allowed = real if allowed is None else allowed & real
-        return allowed
+            conditions.append(self.padding.bool()[:, None, None, slice(*keys)])
+        return functools.reduce(torch.logical_and, conditions) if conditions else None
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, exchange: Exchange, mask: Mask, scale: float | None = None) -> Tensor:

@@ -89,7 +89,7 @@ class _Slicing:
 
     def __init__(self, model: nn.Module, axis: Axis, plan: TensorPlan, cuts: Mapping[str, Cut]) -> None:
         self.model, self.axis, self.plan, self.cuts = model, axis, plan, cuts
-        self.slices = Slices(axis, tokens=1 if plan.shares_tokens else None, dropout=_draws(model), overlaps=plan.overlaps)
+        self.slices = Slices(axis, shares_tokens=plan.shares_tokens, dropout=_draws(model), overlaps=plan.overlaps)
         self.config = getattr(model, "config", None)
         self.modules = dict(model.named_modules())
         self.changes: list[Callable[[], Any]] = []
@@ -107,7 +107,7 @@ class _Slicing:
             else:
                 getattr(self, f"_{how.kind}")(name, module, how)
         self._tied_embeddings()
-        if self.slices.tokens is not None:
+        if self.slices.shares_tokens:
             self._check_tokens()
             self.changes.append(self._share_tokens)
         for change in self.changes:
@@ -139,7 +139,7 @@ class _Slicing:
 
     def _row(self, name: str, module: nn.Module, how: Cut) -> None:
         layer = self._linear(name, module, how, Row, 1, "lora_A", splits=how.whole)
-        if self.slices.tokens is not None and layer.bias is not None:
+        if self.slices.shares_tokens and layer.bias is not None:
             self._partial(name, layer, how, only="bias")
 
     def _linear(

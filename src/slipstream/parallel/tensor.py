@@ -31,20 +31,21 @@ from slipstream.parallel.overlap import Region, column_product, enter_region, su
 from slipstream.world.mesh import Axis
 
 _SEED_STEP = 2718  # Megatron's distance between the seeds of two ranks
+_TOKENS = 1  # dimension of activations [b, s, h]
 
 
 class Slices:
     """The state that the sliced layers of one model share: the exchange, the current region and its generator.
 
-    tokens   the dimension along which ranks share the tokens between regions (Megatron's sequence parallelism); None: not shared
-    dropout  whether the model draws random numbers in its forward
-    overlaps whether sums overlap computing (parallel/overlap.py)
+    shares_tokens  whether each rank has a share of the tokens between regions (Megatron's sequence parallelism)
+    dropout        whether the model draws random numbers in its forward
+    overlaps       whether sums overlap computing (parallel/overlap.py)
     """
 
-    def __init__(self, axis: Axis, *, tokens: int | None = None, dropout: bool = False, overlaps: bool = False) -> None:
-        self.axis, self.tokens, self.dropout, self.overlaps = axis, tokens, dropout, overlaps
+    def __init__(self, axis: Axis, *, shares_tokens: bool = False, dropout: bool = False, overlaps: bool = False) -> None:
+        self.axis, self.shares_tokens, self.dropout, self.overlaps = axis, shares_tokens, dropout, overlaps
         self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it: shapes only
-        self.shares: list[int] = []  # tokens of each rank, with `tokens`
+        self.shares: list[int] = []  # tokens of each rank, if they share them
         self._entered: tuple[Any, Tensor] | None = None  # the last input, and the tensor that the region's layers compute from
         self._region: tuple[Any, Region] | None = None  # the last such tensor with overlapped sums, and its region
         self._outside: list[Tensor] | None = None  # inside a region: the default generators' states
@@ -94,7 +95,7 @@ class Slices:
 
     def _end(self) -> None:
         self._entered = None
-        if self.tokens is None:
+        if not self.shares_tokens:
             self.draw_alike()
 
     def _shared(self, x: Tensor, rank: int | None) -> tuple[int | None, list[int] | None]:
@@ -102,10 +103,10 @@ class Slices:
 
         In a matrix, the tokens of several sequences follow each other; their order within the region does not matter.
         """
-        if self.tokens is None:
+        if not self.shares_tokens:
             return None, None
         if x.dim() > 2:
-            return self.tokens, self.shares
+            return _TOKENS, self.shares
         batch = x.shape[0] // (sum(self.shares) if rank is None else self.shares[rank])
         return 0, [batch * share for share in self.shares]
 
@@ -124,30 +125,21 @@ class Slices:
                 generator.set_state(state)
             self._outside = None
 
-    @property
-    def token_dim(self) -> int:
-        if self.tokens is None:
-            raise ValueError("tokens are not shared between the ranks of tp")
-        return self.tokens
-
     def scatter_tokens(self, x: Tensor) -> Tensor:
         """This rank's share of the tokens, for the first block."""
-        dim = self.token_dim
         self._draw_apart(x.device)
-        self.shares = even_shares(x.shape[dim], self.axis.size)
-        return scatter_to(x, self.exchange, dim, self.shares)
+        self.shares = even_shares(x.shape[_TOKENS], self.axis.size)
+        return scatter_to(x, self.exchange, _TOKENS, self.shares)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """All tokens, after the last block."""
         self.draw_alike()
-        return gather_from(x, self.exchange, self.token_dim, self.shares)
+        return gather_from(x, self.exchange, _TOKENS, self.shares)
 
     def gather_rows(self, x: Tensor) -> Tensor:
         """The rows of all tokens, in the order of the whole batch, from a matrix with a row for each of this rank's tokens."""
-        assert self.tokens in (0, 1), "tokens are not shared along one of the first two dimensions"
-        own = self.shares[self.exchange.index]
-        shape = (own, -1) if self.tokens == 0 else (-1, own)
-        return gather_from(x.unflatten(0, shape), self.exchange, self.tokens, self.shares).flatten(0, 1)
+        rows = x.unflatten(0, (-1, self.shares[self.exchange.index]))
+        return gather_from(rows, self.exchange, _TOKENS, self.shares).flatten(0, 1)
 
 
 class StackRegion:
@@ -162,7 +154,7 @@ class StackRegion:
 
     def enter(self, values: Sequence[Any]) -> list[Any]:
         """The whole of tensors with a row per token; gradients of floating point ones are summed over the ranks."""
-        exchange, shared = self.slices.exchange, self.slices.tokens is not None
+        exchange, shared = self.slices.exchange, self.slices.shares_tokens
         first = next(value for value in values if isinstance(value, Tensor))
         self._sizes = sizes = exchange.lengths(first, 0) if shared else []
 
