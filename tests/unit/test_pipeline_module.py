@@ -219,5 +219,7 @@ def test_a_decoder_in_stages_is_the_whole(decoder: Any) -> None:
         assert sum(p.numel() for p in one.parameters()) == sum(p.numel() for p in module.chunk(count - 1).parameters())
         tied = count > 1 and decoder.config.tie_word_embeddings
         assert [[stage for stage, _ in places] for _, places in module.tied] == ([[0, count - 1]] if tied else [])
+    with pytest.raises(ValueError, match="computes no loss of a micro-batch with input_ids: add labels"):
+        one.loss(decoder(ids), {"input_ids": ids})
     with pytest.raises(ValueError, match="4 layers, fewer than the 5 pipeline stages"):
         PipelinedDecoder(decoder, 5, [0])

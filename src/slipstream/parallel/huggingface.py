@@ -44,7 +44,6 @@ class PipelinedDecoder(nn.Module):
     stages   this rank's stages, of `num_stages`; is_v: they go out to the last rank and back
     method   parameters: stages of similar size, where embeddings count 0 (they are looked up); uniform: equally many layers;
              type:REGEX: equally many layers of these classes; profile: similar measured forward times (head and embeddings, too)
-    loss_fn  called as loss_fn(logits, labels); default: the model's own loss
     slices, sequences  the model's, if its layers are sliced, or its sequences shared
 
     Raises ValueError for a model without repeated layers, with fewer layers than stages, or of another kind.
@@ -61,8 +60,6 @@ class PipelinedDecoder(nn.Module):
         num_stages: int,
         stages: Sequence[int],
         method: str = "parameters",
-        loss_fn: Callable[..., Any] | None = None,
-        parts: Sequence[int] | None = None,
         slices: Slices | None = None,
         sequences: Sequences | None = None,
         is_v: bool = False,
@@ -73,7 +70,7 @@ class PipelinedDecoder(nn.Module):
         if sequences is not None:
             sequences.unhook()  # chunks divide a micro-batch themselves
         self.tokens = slices if slices is not None and slices.shares_tokens else None  # tokens are shared within each stage
-        self.config, self.loss_fn, self.num_stages, self.stages = model.config, loss_fn, num_stages, tuple(stages)
+        self.config, self.num_stages, self.stages = model.config, num_stages, tuple(stages)
         base: Any = getattr(model, "get_base_model", lambda: model)()  # without PEFT's wrapper
         self.base_class, self.architecture = type(base), type(base).__name__
         self.generation_config, self.name_or_path = getattr(base, "generation_config", None), getattr(base, "name_or_path", None)
@@ -82,7 +79,7 @@ class PipelinedDecoder(nn.Module):
         self.num_ranks = num_stages // max(len(self.stages), 1)  # along the pipeline
         self.layers_name, names = _layers_of(model)
         before, after = _around(model, self.layers_name)
-        self.parts = list(parts) if parts is not None else _divide(model, self.layers_name, names, after, num_stages, method)
+        self.parts = _divide(model, self.layers_name, names, after, num_stages, method)
         owners = dict.fromkeys(before, 0) | dict.fromkeys(after, num_stages - 1)
         for stage in range(num_stages):
             owners |= {f"{self.layers_name}.{name}": stage for name in names[self.parts[stage] : self.parts[stage + 1]]}
@@ -136,8 +133,12 @@ class PipelinedDecoder(nn.Module):
         return arguments[_first_input_of(arguments)]
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """The loss of a micro-batch, from the last stage's output."""
-        return outputs.loss if self.loss_fn is None else self.loss_fn(outputs.logits, _arguments(batch)["labels"])
+        """The model's own loss of a micro-batch, from the last stage's output. Raises ValueError if it computes none."""
+        if getattr(outputs, "loss", None) is None:
+            raise ValueError(
+                f"{self.architecture} computes no loss of a micro-batch with {', '.join(_arguments(batch))}: add labels"
+            )
+        return outputs.loss
 
     def forward(self, x: Any, batch: Any = None, chunk: int = 0) -> Any:
         return self.chunk(chunk)(x, batch)
