@@ -352,7 +352,7 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
     _allocate_gradients(recipe, comms, [(unit.memory, layout, dtypes)], unit.homes.device)
     start_training(unit, dtypes)
     if uses_ring(recipe, dtypes):
-        slots.ensure((comms.carrier(dtypes), dtypes.wire), numel_on_wire(layout.numel, dtypes, comms.dp.size))
+        slots.ensure((comms.reduction(dtypes).comm, dtypes.wire), numel_on_wire(layout.numel, dtypes, comms.dp.size))
 
 
 def uses_ring(recipe: Recipe, dtypes: Dtypes) -> bool:
@@ -373,6 +373,6 @@ def longest_on_wire(parts: Iterable[tuple[Comms, Layout, Dtypes]], recipe: Recip
     longest: dict[RingKey, int] = {}
     for comms, layout, dtypes in parts:
         if uses_ring(recipe, dtypes):
-            key = comms.carrier(dtypes), dtypes.wire
+            key = comms.reduction(dtypes).comm, dtypes.wire
             longest[key] = max(longest.get(key, 0), numel_on_wire(layout.numel, dtypes, comms.dp.size))
     return longest

@@ -18,7 +18,6 @@ from slipstream.ops.wire import Feedback
 from slipstream.zero.comm import Buffer
 from slipstream.zero.materialize import InitialValues
 from slipstream.zero.parameter import drop_grad
-from slipstream.zero.rows import Rows
 from slipstream.zero.shared import free_pages
 from slipstream.zero.storage.store import DiskStore, MemoryStore, Store, copy_store, pieces, range_nbytes
 
@@ -89,11 +88,7 @@ def fill(unit: Unit, values: InitialValues) -> None:
 
 def start_training(unit: Unit, dtypes: Dtypes) -> None:
     """Allocate gradients and, if the weights are not their own masters, masters. The caller has extended `unit.memory`."""
-    unit.dtypes, comms = dtypes, unit.comms
-    if dtypes.wire_bits is not None and comms.coded is not None:
-        unit.reduction = comms.coded
-    elif dtypes.row:
-        unit.reduction = Rows(comms.dp, comms.family.weight, dtypes.row, dtypes.row_dtype)
+    unit.dtypes, unit.reduction = dtypes, unit.comms.reduction(dtypes)
     local, replica = unit.memory.local, unit.memory.replica
     if local is not None:
         unit.grads = MemoryStore(local.tensor[slice(*unit.optim_span)])

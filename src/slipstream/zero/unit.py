@@ -36,6 +36,7 @@ from slipstream.zero.leaves import Leaf
 from slipstream.zero.memory import Memory, place
 from slipstream.zero.placement import Placement, Tier
 from slipstream.zero.reduction import Coded, CodedTwice, Dense, Reduction
+from slipstream.zero.rows import Rows
 from slipstream.zero.shown import Shown, check_writes
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.store import HostStore, Store, fill_zero
@@ -66,9 +67,12 @@ class Comms:
     group: Comm | None = None  # neighbors on dp, which exchange weights and codes before these cross groups
     across: Comm | None = None  # the ranks on dp with the same place in each group
 
-    def carrier(self, dtypes: Dtypes) -> Comm:
-        """The transport whose buffers carry gradients, if these are not communicated as they are stored."""
-        return self.dp if self.coded is None or dtypes.wire_bits is None else self.coded.comm
+    def reduction(self, dtypes: Dtypes) -> Reduction:
+        """How the gradients of a unit with these dtypes are added."""
+        if self.coded is not None and dtypes.wire_bits is not None:
+            return self.coded
+        weight = self.family.weight
+        return Rows(self.dp, weight, dtypes.row, dtypes.row_dtype) if dtypes.row else Dense(self.dp, weight)
 
     def all(self) -> Iterator[Comm]:
         """All transports, the widest first."""
@@ -124,7 +128,7 @@ class Unit:
         self.memory, self.homes = memory, homes
         self.cuts = layout.shards(comms.dp.size)
         self.span: Span = layout.span(comms.dp.size, comms.dp.index)
-        self.reduction: Reduction = Dense(comms.dp, comms.family.weight)
+        self.reduction = comms.reduction(dtypes)
         self.state = State.GATHERED
         self.pending_gather: Pending[None] | None = None  # the gather in flight
         self.updating: Updating | None = None  # the optimizer update in flight
