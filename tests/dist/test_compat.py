@@ -1,6 +1,7 @@
 """DeepSpeed's API on two ranks: models built in shards, gathered parameters, states of a rank's own part."""
 
 import copy
+import gc
 import os
 import warnings
 from pathlib import Path
@@ -241,6 +242,29 @@ def test_a_copied_model_saves_its_own_weights(tmp_path: Path) -> None:
     dist.barrier()
     assert [path.name for path in tmp_path.iterdir()] == ["0.pt"], "and not on others, as the engine's"
     assert torch.load(tmp_path / "0.pt")["head.weight"].eq(0.25).all()
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_model_saves_the_state_that_its_caller_has_gathered(tmp_path: Path) -> None:
+    """OpenRLHF has rank 0 alone save PEFT's adapters at stage 3, with no state passed."""
+    engine, *_ = initialize(model=toy.seeded(Saved), config=toy.settings(3))
+    state = engine._consolidated_16bit_state_dict()
+    if engine.rank == 0:
+        engine.module.save_pretrained(tmp_path)
+        saved = torch.load(tmp_path / "0.pt")
+        assert saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in state)
+        del state
+        gc.collect()
+        with pytest.raises(RuntimeError, match="not gathered here"):
+            engine.module.save_pretrained(tmp_path)
+    held_until_the_step = engine._consolidated_16bit_state_dict()
+    engine.backward(engine(toy.tokens(engine.rank, 0)))
+    engine.step()
+    if engine.rank == 0:
+        with pytest.raises(RuntimeError, match="not gathered here"):
+            engine.module.save_pretrained(tmp_path)
+    assert (held_until_the_step is None) == (engine.rank != 0)
     engine.destroy()
 
 

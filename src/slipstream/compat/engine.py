@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -86,6 +87,7 @@ class DeepSpeedEngine(Engine):
     coalesces = False  # inside coalesce_grad_reduction()
     lr_kwargs: Mapping[str, Any] = MappingProxyType({})  # of the last step()
     steps_schedule = True  # not inside optimizer.step()
+    _gathered: tuple[Callable[[], dict[str, Any] | None], int] = (dict, -1)  # the last consolidated state, and its step
 
     def _begin(self, config: Any, optimizer: Any, mpu: Any, lr_scheduler: Any) -> None:
         self.config, self.client_optimizer, self.client_mpu, self.client_lr_scheduler = config, optimizer, mpu, lr_scheduler
@@ -404,7 +406,15 @@ class DeepSpeedEngine(Engine):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the full state in the weights' dtype on rank 0's CPU; None on other ranks. Collective."""
-        return consolidated(self, exclude_frozen=exclude_frozen_parameters)
+        state = consolidated(self, exclude_frozen=exclude_frozen_parameters)
+        if state is not None and not exclude_frozen_parameters:
+            self._gathered = weakref.ref(state), self.global_steps
+        return state
+
+    def held_state(self) -> dict[str, Any] | None:
+        """Return the full state that was consolidated on this rank since the last step, if its caller still holds it."""
+        state, step = self._gathered
+        return state() if step == self.global_steps else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

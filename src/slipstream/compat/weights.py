@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -42,13 +43,13 @@ OUTPUT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfl
 OUTPUT_DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in OUTPUT_DTYPES.values()}
 
 
-def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, Any] | None:
+def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> OrderedDict[str, Any] | None:
     """Gather the model's full state on rank 0's CPU, in the weights' dtype; returns None on other ranks. Collective.
 
     Gathers one unit at a time: besides the result, no rank stores more than one full unit.
     """
     copies: dict[Unit, dict[int, Tensor]] = {}
-    state: dict[str, Any] = {}
+    state: OrderedDict[str, Any] = OrderedDict()  # may be weakly referenced
     first = engine.mesh.is_first
 
     def collect() -> None:  # runs the model's code; an error is raised on all ranks

@@ -360,10 +360,17 @@ def _save_values(save: Callable[..., Any], destination: Any, prefix: str, keep_v
 
 def _save_pretrained(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`save_pretrained`, but a no-op on ranks that pass no state: accelerate passes the full state on rank 0 and, on the others,
-    None with `is_main_process=False`. There it would read sharded parameters and write nothing."""
-    if kwargs.get("is_main_process", True) or kwargs.get("state_dict") is not None:
-        return save(*args, **kwargs)
-    return None
+    None with `is_main_process=False`. There it would read sharded parameters and write nothing.
+
+    OpenRLHF gathers the state, then has rank 0 save PEFT's adapters without passing it (DeepSpeed writes them empty there): what
+    the caller still holds of this step is saved."""
+    if len(args) < 2 and kwargs.get("state_dict") is None:
+        if not kwargs.get("is_main_process", True):
+            return None
+        states = (engine.held_state() for engine in _engines if engine.module is getattr(save, "__self__", None))
+        if (state := next(states, None)) is not None:
+            kwargs["state_dict"] = state
+    return save(*args, **kwargs)
 
 
 def engine_of(param: nn.Parameter) -> tuple[Any, str]:
