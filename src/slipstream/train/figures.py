@@ -16,7 +16,7 @@ from slipstream.moe import expert_loads
 from slipstream.observe import report
 from slipstream.observe.monitors import check_packages, open_monitors
 from slipstream.train.engine import Engine
-from slipstream.world.host import Resident
+from slipstream.world.host import resident_nbytes
 
 # Per weight and token: 2 in the forward, 4 in the backward, of which 2 are for the weight's own gradient (Kaplan et al.,
 # arXiv:2001.08361).
@@ -38,8 +38,8 @@ def monitor(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
             blocks["report"] = {**blocks["report"], "sections": _texts(engine)}
         engine.progress.losses = []
         monitors = engine.states.resources["monitors"] = open_monitors(blocks)
-        tokens, memory = _Tokens(engine), Resident()
-        engine.states.after_step.append(lambda _: monitors.write_events(_figures(engine, tokens, memory)))
+        tokens = _Tokens(engine)
+        engine.states.after_step.append(lambda _: monitors.write_events(_figures(engine, tokens)))
 
     return connect
 
@@ -82,7 +82,7 @@ def _flop(engine: Engine) -> int:
     )
 
 
-def _figures(engine: Engine, tokens: _Tokens, memory: Resident) -> list[tuple[str, float, int]]:
+def _figures(engine: Engine, tokens: _Tokens) -> list[tuple[str, float, int]]:
     """The events of a step, by DeepSpeed's tags."""
     figures: dict[str, float | None] = {"grad_norm": engine.global_grad_norm, **engine.progress.figures()}
     if engine.optimizer is not None:
@@ -92,7 +92,7 @@ def _figures(engine: Engine, tokens: _Tokens, memory: Resident) -> list[tuple[st
         if tokens.flop:
             figures["flops_per_s"] = tokens.flop * rate
     on_gpu = engine.device.type == "cuda"
-    figures["memory_bytes"] = torch.cuda.max_memory_allocated(engine.device) if on_gpu else memory.nbytes()
+    figures["memory_bytes"] = torch.cuda.max_memory_allocated(engine.device) if on_gpu else resident_nbytes()
     if engine.plan.precision.param_dtype is torch.float16:
         figures["loss_scale"] = engine.precision.loss_scale
     if engine.plan.wall_clock_breakdown:
