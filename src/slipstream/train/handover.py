@@ -99,7 +99,7 @@ def announced_by_stages(states: States) -> list[dict[str, tuple[Shape, torch.dty
 def adapted_buffers(states: States, buffers: Iterable[str]) -> dict[str, str]:
     """The names of the base model's buffers -> their names in the base model."""
     own = {f"{name.removesuffix('base_layer.weight')}" for name in _adapted(states)}
-    own |= {prefix for prefix, part in _copies(states.model) if not part.used}
+    own |= {prefix for prefix, _, is_used in _copies(states.model) if not is_used}
     is_peft = hasattr(states.model, "get_base_model")
     return {
         name: bare(name)
@@ -159,29 +159,23 @@ def _source(states: States) -> _HandoverSource:
     return _HandoverSource(adapted, adapters, _unused(states.model), row_forms(states.model))
 
 
-class _Copy(NamedTuple):
-    """An original module, or a copy of it that PEFT trains (modules_to_save)."""
-
-    module: nn.Module
-    used: bool  # whether the forward uses it
-
-
-def _copies(model: nn.Module) -> Iterator[tuple[str, _Copy]]:
-    """The originals and copies, each with the prefix of its parameters' names."""
+def _copies(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The modules of which PEFT trains copies (modules_to_save), and these copies: the prefix of the names of their parameters, the
+    module, and whether the forward uses it."""
     for path, wrapper in model.named_modules():
         copies, original = getattr(wrapper, "modules_to_save", None), getattr(wrapper, "original_module", None)
         if isinstance(copies, nn.ModuleDict) and isinstance(original, nn.Module):
             active: Any = () if getattr(wrapper, "disable_adapters", False) else getattr(wrapper, "active_adapters", ())
-            yield f"{path}.original_module.", _Copy(original, not active)
+            yield f"{path}.original_module.", original, not active
             for name, copy in copies.items():
-                yield f"{path}.modules_to_save.{name}.", _Copy(copy, name in active[:1])
+                yield f"{path}.modules_to_save.{name}.", copy, name in active[:1]
 
 
 def _unused(model: nn.Module) -> set[int]:
     """The ids of unused parameters. Raises ValueError if another module uses one of them, too (a tied weight)."""
     copies = list(_copies(model))
-    unused = {id(param) for _, copy in copies if not copy.used for param in copy.module.parameters()}
-    prefixes = tuple(prefix for prefix, _ in copies)
+    unused = {id(param) for _, module, is_used in copies if not is_used for param in module.parameters()}
+    prefixes = tuple(prefix for prefix, *_ in copies)
     for name, param in model.named_parameters(remove_duplicate=False):
         if id(param) in unused and not name.startswith(prefixes):
             raise ValueError(

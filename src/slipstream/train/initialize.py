@@ -35,18 +35,7 @@ from slipstream.parallel.tensor import Slices
 from slipstream.parallel.topology import check_places
 from slipstream.parallel.transformers_sequence import Sequences, serve_sequences
 from slipstream.quantized import row_forms
-from slipstream.train import compiled
-from slipstream.train.agreement import (
-    check_alike,
-    check_alike_on,
-    conflict,
-    fact_of_refusal,
-    facts_of_data,
-    facts_of_model,
-    facts_of_optimizer,
-    facts_of_plan,
-    refused_together,
-)
+from slipstream.train import agreement, compiled
 from slipstream.train.changes import change_model
 from slipstream.train.disk_space import open_spaces, warn_of_resident_weights
 from slipstream.train.engine import Engine
@@ -126,14 +115,15 @@ def initialize(
     group, sizes = layout_of(mpu, mesh_param)
     facts = _facts(model, device, optimizer, training_data, lr_scheduler, sizes)
     plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
-    check_alike(facts_of_plan(plan, model, device), group)  # the first exchange: a rank that refuses its config waits here
+    facts_of_plan = agreement.facts_of_plan(plan, model, device)
+    agreement.check_alike(facts_of_plan, group)  # the first exchange: a rank that refuses its config waits here
     places = places_of(mpu)
-    with refused_together("its model", group):  # one rank alone may have nonfinite weights, for instance
+    with agreement.refused_together("its model", group):  # one rank alone may have nonfinite weights, for instance
         connect_changes = change_model(model, plan)
     mesh = _mesh(plan, model, group, places)
     is_users = places is not None and (is_marked(model) or not (plan.tensor.size > 1 or wanted_size(model)))
     part = _part(model, mesh, is_users)
-    check_alike_on(facts_of_model(model), mesh.world, part)
+    agreement.check_alike_on(agreement.facts_of_model(model), mesh.world, part)
     mesh, cut = _cut(model, plan, mesh, is_users)
     if cut.sequences is not None:
         cut.sequences.in_eval = not getattr(mpu, "disable_in_eval", False)
@@ -141,7 +131,7 @@ def initialize(
     plan = _recomputing(plan, model)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     _log_config(plan, loaded, overrides, optimizer, mesh)
-    with refused_together("its samples", group):  # a host may lack one of their files
+    with agreement.refused_together("its samples", group):  # a host may lack one of their files
         loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = _first_values(model, mesh, device)
@@ -149,9 +139,9 @@ def initialize(
     scheduler = scaled_schedule(plan, loader, scheduler_of(plan, lr_scheduler, inner), inner)
     if scheduler is not None and isinstance(model, PipelineModule | PipelinedDecoder):
         check_step(scheduler, "which train_batch() cannot pass:")
-    check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.world, part)
+    agreement.check_alike_on(agreement.facts_of_optimizer(model, inner, scheduler), mesh.world, part)
     # one rank of a replica may have the data and send them to the others
-    check_alike_on(facts_of_data(loader), mesh.world, (part, loader is None))
+    agreement.check_alike_on(agreement.facts_of_data(loader), mesh.world, (part, loader is None))
     if mesh.is_first:
         warn_of_frozen(inner)
     mark_kinds(model, plan, inner, rule)
@@ -306,7 +296,7 @@ def _resolve(loaded: LoadedConfig, facts: ModelFacts, group: Any, has_optimizer:
         compiled.check(plan.compile)
     except ValueError as error:
         refusal = loaded.refusal(error)
-        check_alike(fact_of_refusal(refusal), group)
+        agreement.check_alike(agreement.fact_of_refusal(refusal), group)
         raise refusal from None
     return plan, overrides
 
@@ -322,7 +312,7 @@ def read_together(
         refusal = ConfigError(str(error))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if refusal is not None:
-        check_alike(fact_of_refusal(refusal), layout_of(mpu).group)
+        agreement.check_alike(agreement.fact_of_refusal(refusal), layout_of(mpu).group)
         raise refusal
     return loaded
 
@@ -403,7 +393,7 @@ def _sizes(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
     if _has_model_axis(model):
         requests.insert(0, ("the pipeline module's topology", {"tp": model.topology().get_dim("model")}))
     places, stated = zip(*requests, strict=True)
-    if differing := conflict(places, stated):
+    if differing := agreement.conflict(places, stated):
         axis, first, usual, other, size = differing
         raise ValueError(f"{other} asks for {axis} {size}, and {first} for {usual}; make them equal, or drop one")
     return {axis: size for stated_sizes in stated for axis, size in stated_sizes.items()}
