@@ -47,7 +47,7 @@ from slipstream.train.pipeline import agree_on_kinds, kept, pipeline_engine, pre
 from slipstream.train.planning import explain
 from slipstream.train.precision import Precision, buffer_rule
 from slipstream.train.progress import log_layout, log_plan
-from slipstream.train.recipe import CODE_BITS, build_optimizer, mark_kinds, recipe_of, scheduler_of, warn_of_frozen
+from slipstream.train.recipe import CODE_BITS, build_optimizer, mark_kinds, recipe_of, scheduler_of, transport_of, warn_of_frozen
 from slipstream.train.schedules import check_step
 from slipstream.train.states import States
 from slipstream.world import brief
@@ -420,7 +420,7 @@ def _engine(
     form = Form.of(plan)
     if inner is not None:
         fit.refuse(plan, inner, rule)
-    transport, watch = _transport(plan, device), Watch(plan.timeout_s)
+    transport, watch = transport_of(plan, device.type), Watch(plan.timeout_s)
     watch.names = mesh.names
     watch.start(mesh.world)
     with ExitStack() as failed, watch.guard("initialize"):
@@ -476,9 +476,3 @@ def _steps(
         kind, numel = (late, 1 << 62) if rule.late else (NativeSteps, plan.offload.chunk_numel)
         return kind(inner, units, rule, form, chunk_numel=numel, num_buffers=plan.offload.num_buffers)
     return TorchSteps(inner or NoOptimizer(), units, whole=whole, state_dtype=plan.precision.state_dtype)
-
-
-def _transport(plan: Plan, device: torch.device) -> str:
-    """Use gloo if weights in shared memory are evicted to disk, or poisoned at release: then other ranks cannot read them."""
-    is_evicted = plan.offload.param == "nvme" and device.type == "cpu"
-    return "gloo" if is_evicted or plan.poison_released else plan.zero.transport

@@ -72,6 +72,12 @@ def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None
     )
 
 
+def transport_of(plan: Plan, device: str) -> str:
+    """Use gloo if weights in shared memory are evicted to disk, or poisoned at release: then other ranks cannot read them."""
+    is_evicted = plan.offload.param == "nvme" and device == "cpu"
+    return "gloo" if is_evicted or plan.poison_released else plan.zero.transport
+
+
 def mark_kinds(model: nn.Module, plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None) -> None:
     """Mark parameters whose gradients are communicated in a special way."""
     forget_kinds(model)

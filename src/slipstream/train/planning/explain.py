@@ -20,7 +20,7 @@ from slipstream.optim.rounds import Round
 from slipstream.optim.rules import Rule
 from slipstream.train.planning import predict
 from slipstream.train.planning.predict import Forecast, Line, PredictedPart, Setting, Times
-from slipstream.train.recipe import CODE_BITS, mark_kinds, recipe_of, rehearse
+from slipstream.train.recipe import CODE_BITS, mark_kinds, recipe_of, rehearse, transport_of
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis, Differs, Family
 from slipstream.zero.build import Recipe, UnitPlan, plan_units
@@ -114,8 +114,7 @@ def setting_of(plan: Plan, world: int, device: str, *, optimizer: Optimizer | No
     """The training setup of a plan, with the transport that ranks would choose if all share this host."""
     inner, rule = optimizer or optimizer_of(plan)
     recipe, on_host = recipe_of(plan, inner, rule), device == "cpu"
-    private = recipe.poison or recipe.tiers.weights is Tier.DISK  # as _transport in train/initialize.py
-    shared = world == 1 or (on_host and not private and plan.zero.transport != "gloo")
+    shared = world == 1 or (on_host and transport_of(plan, device) != "gloo")
     replicas = world // (plan.zero.shard_size or plan.mesh.sp * plan.mesh.tp) if plan.local_steps.every else 1
     return _setting(plan, recipe, inner, rule, on_host=on_host, shared=shared, replicas=replicas)
 
