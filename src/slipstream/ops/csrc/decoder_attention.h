@@ -82,8 +82,7 @@ TARGET static void rotate(float *head, const struct layer *layer, int64_t angle)
 
 INLINE uint16_t to_bf16(float x)
 {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
+    const uint32_t bits = bits_of(x);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 

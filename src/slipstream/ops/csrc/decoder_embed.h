@@ -21,8 +21,9 @@ INLINE int code_of(const int type, const uint8_t *p, int64_t k)
 }
 
 /* x[k] = the weight of feature k, for `size` features: the numbers of `dequantize` in ops/matrices.py. */
-INLINE void codes_of_column(const int type, const struct matrix *w, int64_t column, int64_t size, float *x)
+TARGET static void column_of(const struct matrix *w, int64_t column, int64_t size, float *x)
 {
+    const int type = w->type;
     const int64_t panel = column / PANEL, lane = column % PANEL, features = FEATURES(type);
     const uint8_t *const p = (const uint8_t *)panel_of(w, panel) + lane * 4;
     float scales[16] = {0}, lows[16] = {0};
@@ -42,18 +43,6 @@ INLINE void codes_of_column(const int type, const struct matrix *w, int64_t colu
         }
         for (int64_t k = g * features; k < (g + 1) * features && k < size; ++k)
             x[k] = (float)(code_of(type, p, k) - (type == WEIGHT_K6 ? 32 : 0)) * scales[lane] - lows[lane];
-    }
-}
-
-TARGET static void column_of(const struct matrix *w, int64_t column, int64_t size, float *x)
-{
-    switch (w->type) {
-    case WEIGHT_INT8: codes_of_column(WEIGHT_INT8, w, column, size, x); break;
-    case WEIGHT_INT8_GROUPS: codes_of_column(WEIGHT_INT8_GROUPS, w, column, size, x); break;
-    case WEIGHT_INT4: codes_of_column(WEIGHT_INT4, w, column, size, x); break;
-    case WEIGHT_K4: codes_of_column(WEIGHT_K4, w, column, size, x); break;
-    case WEIGHT_K5: codes_of_column(WEIGHT_K5, w, column, size, x); break;
-    default: codes_of_column(WEIGHT_K6, w, column, size, x);
     }
 }
 

@@ -112,7 +112,7 @@ SLIPSTREAM_API void slipstream_copy_stream(char *dst, const char *src, int64_t n
     int64_t head = (int64_t)(-(uintptr_t)dst & 63u), body;
     if (head > nbytes)
         head = nbytes;
-    body = (nbytes - head) & ~(int64_t)255;
+    body = (nbytes - head) & ~(int64_t)63;
     memcpy(dst, src, (size_t)head);
     IN_USE(kernels)->copy(dst + head, src + head, body);
     memcpy(dst + head + body, src + head + body, (size_t)(nbytes - head - body));

@@ -18,6 +18,23 @@
 
 #if KNOWN
 #define TABLE(...) {__VA_ARGS__}
+
+/* A number's bits, and the number of bits. */
+static inline uint32_t bits_of(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+static inline float float_of(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+/* A bf16 number at any address. */
+static inline float bf16_at(const uint8_t *p) { return float_of((uint32_t)p[0] << 16 | (uint32_t)p[1] << 24); }
+
 #include QUOTED(JOINED(vec_, ISA).h)
 
 INLINE int64_t itemsize(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }

@@ -1,7 +1,7 @@
 /* The kernels of training over flat arrays, written once over 16 fp32 lanes.
  *
  * A vec_*.h defines `vec` (16 lanes), arithmetic on it, load_/store_ for each dtype (a store returns the rounded values; with
- * `stream` it bypasses the caches), `vec64` (16 fp64 lanes) and copy_256_bytes.
+ * `stream` it bypasses the caches) and `vec64` (16 fp64 lanes).
  * A branch per group of elements selects the dtype and is predicted after the first: a loop compiled for each combination of
  * dtypes made the library twenty times as large and took minutes to build.
  */
@@ -102,8 +102,9 @@ TARGET static double sum_block(const struct sum_args *args, int64_t start, int64
 
 TARGET static void copy(char *dst, const char *src, int64_t nbytes)
 {
-    for (int64_t i = 0; i < nbytes; i += 256)
-        copy_256_bytes(dst + i, src + i);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < nbytes; i += 64)
+        store_f32(dst + i, load_f32(src + i), 1);
     fence_streams();
 }
 

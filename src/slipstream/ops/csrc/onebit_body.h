@@ -12,12 +12,9 @@
 
 INLINE float half_scale(float scale, uint8_t *record) /* rounds to bf16, ties to even */
 {
-    uint32_t word;
-    memcpy(&word, &scale, sizeof word);
-    word = (word + 0x7fffu + (word >> 16 & 1u)) & 0xffff0000u;
+    const uint32_t exact = bits_of(scale), word = (exact + 0x7fffu + (exact >> 16 & 1u)) & 0xffff0000u;
     record[0] = (uint8_t)(word >> 16), record[1] = (uint8_t)(word >> 24);
-    memcpy(&scale, &word, sizeof scale);
-    return scale;
+    return float_of(word);
 }
 
 /* DO with the dtype as a constant. */
@@ -67,7 +64,7 @@ INLINE void worker_block(const struct onebit *s, int64_t block, int dtype, int p
     const char *const grad = (const char *)s->grad + at * size;
     float *const y = s->y + at;
     struct signing to = start_record(s->records + block * SIGN_NBYTES);
-    const vec scale = vec_set(s->scales[block]), mean = vec_mul(vec_set(scale_of(to.record)), vec_set(s->beta));
+    const vec scale = vec_set(s->scales[block]), mean = vec_mul(vec_set(bf16_at(to.record)), vec_set(s->beta));
     const vec factor = vec_set(s->factor);
     for (int k = 0; k < SIGN_BLOCK; k += 16) {
         __builtin_prefetch(y + k + SIGNS_AHEAD);
@@ -101,7 +98,7 @@ INLINE void server_block(const struct onebit *s, int64_t block, float *sizes, in
     struct signing to = start_record(s->records + own);
     const vec alpha = vec_set(s->factor), scale = vec_set(s->scales[block]);
     for (int64_t rank = 0; rank < num; ++rank)
-        sizes[rank] = scale_of(s->sources[rank] + own);
+        sizes[rank] = bf16_at(s->sources[rank] + own);
     for (int k = 0; k < SIGN_BLOCK; k += 16) {
         __builtin_prefetch(s->y + at + k + SIGNS_AHEAD);
         vec sum = vec_by_bits(bits_at(s->sources[0] + own, k), vec_set(sizes[0]));
@@ -129,7 +126,7 @@ INLINE void update_block(const struct onebit *s, int64_t block, int dtype, int h
     const uint8_t *const record = s->records + block * SIGN_NBYTES;
     float *const master = s->y + at;
     char *const out = (char *)s->out + at * size;
-    const vec keep = vec_set(s->beta), step = vec_mul(vec_set(scale_of(record)), vec_set(s->factor));
+    const vec keep = vec_set(s->beta), step = vec_mul(vec_set(bf16_at(record)), vec_set(s->factor));
     for (int k = 0; k < SIGN_BLOCK; k += 16) {
         __builtin_prefetch(master + k + SIGNS_AHEAD, 1);
         vec p = vec_by_bits(bits_at(record, k), step);

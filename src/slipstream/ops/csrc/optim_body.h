@@ -77,10 +77,8 @@ INLINE vec put(struct array to, int64_t i, vec x, struct manner manner, words be
  * above infinity. dither: added before a code is rounded to nearest, or NULL. */
 INLINE void encode(struct array to, int64_t i, const float *values, vec most, const float *dither, int negative)
 {
-    uint32_t largest = lanes_largest(most);
-    float scale;
-    largest = largest < 0x7f800000 ? largest : 0x7fc00000;
-    memcpy(&scale, &largest, sizeof scale);
+    const uint32_t largest = lanes_largest(most);
+    const float scale = float_of(largest < 0x7f800000 ? largest : 0x7fc00000);
     to.scales[i / CODED] = scale;
     const vec inverse = vec_set((negative ? 127.0f : 255.0f) / (scale < 0x1p-100f ? 0x1p-100f : scale));
     for (int k = 0; k < CODED; k += 32) {

@@ -185,11 +185,8 @@ TARGET static void from_rows(const struct quantize *s, int64_t begin, int64_t en
         const uint8_t *packed = (const uint8_t *)s->codes + row * s->row_nbytes, *scales = packed + s->code_nbytes;
         char *const w = s->w + row * columns * size;
         for (int64_t first = 0; first < columns; first += block, scales += 2) {
-            const uint32_t upper = (uint32_t)scales[0] << 16 | (uint32_t)scales[1] << 24;
             const int64_t stop = columns - first < block ? columns : first + block;
-            float number;
-            memcpy(&number, &upper, sizeof number);
-            const vec scale = vec_set(bits == 8 ? number / 127.0f : number);
+            const vec scale = vec_set(bits == 8 ? bf16_at(scales) / 127.0f : bf16_at(scales));
             for (int64_t k = first; k < stop; k += 16) {
                 const int64_t width = stop - k < 16 ? stop - k : 16;
                 const uint8_t *codes = packed + k * bits / 8;

@@ -4,20 +4,6 @@
  * Weights (probabilities up to a factor, the largest is 1) are not stored: a row is read once for its largest logit and once for
  * the sum and the largest weight of each block. Filters list the blocks that may have a weight to keep, and compute these again. */
 
-INLINE uint32_t weight_bits(float weight)
-{
-    uint32_t bits;
-    memcpy(&bits, &weight, sizeof bits);
-    return bits;
-}
-
-INLINE float bits_weight(uint32_t bits)
-{
-    float weight;
-    memcpy(&weight, &bits, sizeof weight);
-    return weight;
-}
-
 /* 16 logits; -inf beyond the end. */
 INLINE vec some_logits(const float *logits, int64_t at, int64_t size)
 {
@@ -193,20 +179,20 @@ TARGET static struct cut fewest(const struct row *row, struct share in, int by_c
     int64_t blocks = row->num_listed;
     const double size = (double)(blocks * BLOCK_OF_SUMS);
     struct share above = {0, 0, 2, 1}, out = above; /* above: kept for sure, no longer in `weights`; out: a threshold that keeps too few */
-    while (weight_bits(out.below) > weight_bits(in.least)) {
+    while (bits_of(out.below) > bits_of(in.least)) {
         if (most && in.count - out.count < size / 16) {
             above = out;
             blocks = gather(row, in.least, out.below);
             weights = row->candidates;
             most = 0;
         }
-        const uint32_t low = weight_bits(in.least) + 1, high = weight_bits(out.below);
+        const uint32_t low = bits_of(in.least) + 1, high = bits_of(out.below);
         uint32_t middle = low + (high - low) / 2;
         if (in.least == 0) { /* the midpoint of the whole range would be at 2^-64 */
-            middle = weight_bits(out.below * 1e-3f);
+            middle = bits_of(out.below * 1e-3f);
             middle = middle < low ? low : middle;
         }
-        struct share half = share_from(weights, most, blocks, bits_weight(middle));
+        struct share half = share_from(weights, most, blocks, float_of(middle));
         half.count += above.count;
         half.sum += above.sum;
         if ((by_count ? half.count : half.sum) >= wanted)
@@ -226,18 +212,18 @@ TARGET static struct cut fewest(const struct row *row, struct share in, int by_c
 /* The largest weight that at least `count` blocks reach; 0 if there are fewer blocks. */
 TARGET static float reached_by(const struct row *row, int64_t count)
 {
-    uint32_t low = 0, high = count > row->blocks ? 0 : weight_bits(1);
+    uint32_t low = 0, high = count > row->blocks ? 0 : bits_of(1);
     while (low < high) {
         const uint32_t middle = low + (high - low + 1) / 2;
         int64_t reached = 0;
         for (int64_t b = 0; b < row->blocks; ++b)
-            reached += row->most[b] >= bits_weight(middle);
+            reached += row->most[b] >= float_of(middle);
         if (reached >= count)
             low = middle;
         else
             high = middle - 1;
     }
-    return bits_weight(low);
+    return float_of(low);
 }
 
 /* List the blocks with weights that top-k, and then top-p of what it keeps, do not drop; returns the cut. */

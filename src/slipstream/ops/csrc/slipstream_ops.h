@@ -53,7 +53,7 @@ struct onebit {
 struct kernels_isa {
     /* Elements [start, stop), at most one BLOCK; returns the sum of squares of the elements written. */
     double (*sum_block)(const struct sum_args *args, int64_t start, int64_t stop, int source, int target);
-    /* nbytes is a multiple of 256 and dst is 64-byte aligned. */
+    /* nbytes is a multiple of 64 and dst is 64-byte aligned. */
     void (*copy)(char *dst, const char *src, int64_t nbytes);
     /* A step of one of optim.h's rules. Elements [start, stop), at most one BLOCK; start is a multiple of 256. Writes the rule's
      * two sums of squares to `sums` unless it is NULL. */

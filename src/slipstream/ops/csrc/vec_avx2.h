@@ -139,13 +139,6 @@ INLINE vec store_f32(void *p, vec a, int stream)
     }
     return a;
 }
-INLINE void store_halves(void *p, __m256i bits, int stream)
-{
-    if (stream)
-        _mm256_stream_si256((__m256i *)p, bits);
-    else
-        _mm256_storeu_si256((__m256i *)p, bits);
-}
 /* bf16 bits in the low half of each 32-bit lane, rounded to nearest even; with `nans`, a NaN becomes 0xffff. */
 INLINE __m256i round_bf16(__m256 a, int nans)
 {
@@ -234,22 +227,5 @@ INLINE void vec64_store(double *lanes, vec64 sum)
     _mm256_storeu_pd(lanes + 12, sum.d);
 }
 
-INLINE void copy_256_bytes(char *dst, const char *src)
-{
-    const __m256i *from = (const __m256i *)src;
-    __m256i *to = (__m256i *)dst;
-    __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
-    __m256i c = _mm256_loadu_si256(from + 2), d = _mm256_loadu_si256(from + 3);
-    __m256i e = _mm256_loadu_si256(from + 4), f = _mm256_loadu_si256(from + 5);
-    __m256i g = _mm256_loadu_si256(from + 6), h = _mm256_loadu_si256(from + 7);
-    _mm256_stream_si256(to, a);
-    _mm256_stream_si256(to + 1, b);
-    _mm256_stream_si256(to + 2, c);
-    _mm256_stream_si256(to + 3, d);
-    _mm256_stream_si256(to + 4, e);
-    _mm256_stream_si256(to + 5, f);
-    _mm256_stream_si256(to + 6, g);
-    _mm256_stream_si256(to + 7, h);
-}
 /* Non-temporal stores are weakly ordered: call this before publishing that the data is written. */
 INLINE void fence_streams(void) { _mm_sfence(); }

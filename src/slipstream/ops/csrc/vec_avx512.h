@@ -129,13 +129,6 @@ INLINE vec store_f32(void *p, vec a, int stream)
         _mm512_storeu_ps(p, a);
     return a;
 }
-INLINE void store_halves(void *p, __m256i bits, int stream)
-{
-    if (stream)
-        _mm256_stream_si256((__m256i *)p, bits);
-    else
-        _mm256_storeu_si256((__m256i *)p, bits);
-}
 /* nans: there may be NaNs. */
 INLINE vec store_bf16_numbers(void *p, vec a, int stream, int nans)
 {
@@ -182,7 +175,7 @@ INLINE vec64 vec64_zero(void) { return (vec64){_mm512_setzero_pd(), _mm512_setze
 INLINE vec64 vec64_add_squares(vec64 sum, vec a)
 {
     __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(a));
-    __m512d high = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)));
+    __m512d high = _mm512_cvtps_pd(high_half(a));
     sum.low = _mm512_fmadd_pd(low, low, sum.low);
     sum.high = _mm512_fmadd_pd(high, high, sum.high);
     return sum;
@@ -193,14 +186,5 @@ INLINE void vec64_store(double *lanes, vec64 sum)
     _mm512_storeu_pd(lanes + 8, sum.high);
 }
 
-INLINE void copy_256_bytes(char *dst, const char *src)
-{
-    __m512i a = _mm512_loadu_si512(src), b = _mm512_loadu_si512(src + 64);
-    __m512i c = _mm512_loadu_si512(src + 128), d = _mm512_loadu_si512(src + 192);
-    _mm512_stream_si512((__m512i *)dst, a);
-    _mm512_stream_si512((__m512i *)(dst + 64), b);
-    _mm512_stream_si512((__m512i *)(dst + 128), c);
-    _mm512_stream_si512((__m512i *)(dst + 192), d);
-}
 /* Non-temporal stores are weakly ordered: call this before publishing that the data is written. */
 INLINE void fence_streams(void) { _mm_sfence(); }

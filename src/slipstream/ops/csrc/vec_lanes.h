@@ -54,6 +54,14 @@ INLINE uint32_t halves_largest(__m256i low, __m256i high)
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
+INLINE void store_halves(void *p, __m256i bits, int stream)
+{
+    if (stream)
+        _mm256_stream_si256((__m256i *)p, bits);
+    else
+        _mm256_storeu_si256((__m256i *)p, bits);
+}
+
 /* 16 random 16-bit numbers: [Note: Random bits] in optim_body.h. */
 typedef __m256i halves;
 INLINE halves halves_of(uint32_t seed)

@@ -66,10 +66,8 @@ INLINE vec vec_pow2(vec n)
 {
     float lanes[16];
     memcpy(lanes, &n, sizeof lanes);
-    for (int lane = 0; lane < 16; ++lane) {
-        const uint32_t bits = ((uint32_t)(int32_t)lanes[lane] + 127) << 23;
-        memcpy(&lanes[lane], &bits, sizeof bits);
-    }
+    for (int lane = 0; lane < 16; ++lane)
+        lanes[lane] = float_of(((uint32_t)(int32_t)lanes[lane] + 127) << 23);
     memcpy(&n, lanes, sizeof lanes);
     return n;
 }
@@ -208,29 +206,16 @@ INLINE vec store_f32(void *p, vec a, int stream)
 }
 
 /* Each conversion is a loop over arrays in its own function, the form that compilers vectorize. */
-INLINE float float_of(int32_t bits)
-{
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-INLINE int32_t bits_of(float x)
-{
-    int32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
 OUTLINED void widen_bf16(float *to, const uint16_t *from)
 {
     for (int lane = 0; lane < 16; ++lane)
-        to[lane] = float_of((int32_t)((uint32_t)from[lane] << 16));
+        to[lane] = float_of((uint32_t)from[lane] << 16);
 }
 /* Round to nearest even by integer carry; NaN becomes 0xffff. */
 OUTLINED void narrow_bf16(uint16_t *to, const float *from)
 {
     for (int lane = 0; lane < 16; ++lane) {
-        uint32_t bits = (uint32_t)bits_of(from[lane]);
+        uint32_t bits = bits_of(from[lane]);
         uint32_t even_up = bits + 0x7fffu + ((bits >> 16) & 1u);
         int32_t is_nan = (int32_t)(bits & 0x7fffffffu) > 0x7f800000;
         to[lane] = (uint16_t)((is_nan ? 0xffffffffu : even_up) >> 16);
@@ -241,9 +226,9 @@ OUTLINED void widen_f16(float *to, const uint16_t *from)
 {
     for (int lane = 0; lane < 16; ++lane) {
         int32_t half = from[lane], magnitude = (half & 0x7fff) << 13;
-        int32_t finite = bits_of(float_of(magnitude) * 0x1p112f);
+        int32_t finite = (int32_t)bits_of(float_of((uint32_t)magnitude) * 0x1p112f);
         int32_t wide = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : finite;
-        to[lane] = float_of(wide | (int32_t)((uint32_t)(half & 0x8000) << 16));
+        to[lane] = float_of((uint32_t)wide | (uint32_t)(half & 0x8000) << 16);
     }
 }
 /* Round to nearest even: in the normal range by integer carry; below it by adding 0.5, whose last place is fp16's smallest
@@ -251,9 +236,9 @@ OUTLINED void widen_f16(float *to, const uint16_t *from)
 OUTLINED void narrow_f16(uint16_t *to, const float *from)
 {
     for (int lane = 0; lane < 16; ++lane) {
-        int32_t bits = bits_of(from[lane]), magnitude = bits & 0x7fffffff;
+        int32_t bits = (int32_t)bits_of(from[lane]), magnitude = bits & 0x7fffffff;
         int32_t normal = (magnitude - 0x38000000 + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
-        int32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
+        int32_t subnormal = (int32_t)bits_of(float_of((uint32_t)magnitude) + 0.5f) - 0x3f000000;
         int32_t half = magnitude < 0x38800000 ? subnormal : normal;
         half = magnitude >= 0x477ff000 ? 0x7c00 : half;
         half = magnitude > 0x7f800000 ? 0x7e00 | ((magnitude >> 13) & 0x3ff) : half;
@@ -352,5 +337,4 @@ INLINE vec64 vec64_add_squares(vec64 sum, vec a)
 }
 INLINE void vec64_store(double *lanes, vec64 sum) { memcpy(lanes, &sum, sizeof sum); }
 
-INLINE void copy_256_bytes(char *dst, const char *src) { memcpy(dst, src, 256); }
 INLINE void fence_streams(void) {}

@@ -8,14 +8,6 @@
 
 INLINE int64_t record_nbytes(int bits) { return 2 + WIRE_BLOCK * bits / 8; }
 
-INLINE float scale_of(const uint8_t *record)
-{
-    const uint32_t upper = (uint32_t)record[0] << 16 | (uint32_t)record[1] << 24;
-    float scale;
-    memcpy(&scale, &upper, sizeof scale);
-    return scale;
-}
-
 /* 16 values, of which each is a code. */
 INLINE vec load_wire(const uint8_t *codes, int64_t k, int bits, vec table)
 {
@@ -52,12 +44,9 @@ TARGET static void encode_record(const float *x, int bits, uint8_t *record)
         memset(codes, bits == 8 ? 0 : 0x88, (size_t)(WIRE_BLOCK * bits / 8));
         return;
     }
-    float scale = lanes_max(largest) / top;
-    uint32_t word;
-    memcpy(&word, &scale, sizeof word);
-    word = (word + 0xffffu) & 0xffff0000u; /* up to bf16; an overflow is an infinite scale */
+    const uint32_t word = (bits_of(lanes_max(largest) / top) + 0xffffu) & 0xffff0000u; /* up to bf16; overflows to infinity */
+    const float scale = float_of(word);
     record[0] = (uint8_t)(word >> 16), record[1] = (uint8_t)(word >> 24);
-    memcpy(&scale, &word, sizeof scale);
     const vec inverse = vec_set(1.0f / (scale > 0x1p-126f ? scale : 0x1p-126f));
     for (int k = 0; k < WIRE_BLOCK; k += 16) {
         vec v = vec_max(vec_min(vec_mul(load_f32(x + k), inverse), most), least);
@@ -101,7 +90,7 @@ TARGET static void wire_encode(const char *x, int dtype, int64_t numel, int bits
                 memset(record, 0, sizeof record);
                 kept = memcpy(record, kept, (size_t)(2 + width));
             }
-            const vec scale = vec_set(scale_of(kept));
+            const vec scale = vec_set(bf16_at(kept));
             for (int k = 0; k < WIRE_BLOCK; k += 16) {
                 const vec e = vec_mul(load_i8(kept + 2 + k), scale);
                 store_f32(old + k, e, 0);
@@ -111,7 +100,7 @@ TARGET static void wire_encode(const char *x, int dtype, int64_t numel, int bits
         encode_record(values, bits, record);
         memcpy(out, record, (size_t)(width < WIRE_BLOCK ? 2 + (width * bits + 7) / 8 : nbytes));
         if (error) {
-            const vec scale = vec_set(scale_of(record));
+            const vec scale = vec_set(bf16_at(record));
             for (int k = 0; k < WIRE_BLOCK; k += 16) {
                 const vec lost = vec_sub(load_f32(sums + k), vec_mul(load_wire(record + 2, k, bits, table), scale));
                 store_f32(old + k, vec_add(vec_mul(load_f32(old + k), keep), vec_mul(lost, mix)), 0);
@@ -141,7 +130,7 @@ TARGET static double wire_sum(const struct sum_args *args, int64_t start, int64_
                 memset(rest, 0, sizeof rest);
                 record = memcpy(rest, record, (size_t)(2 + (width * bits + 7) / 8));
             }
-            const vec scale = vec_set(scale_of(record));
+            const vec scale = vec_set(bf16_at(record));
             for (int k = 0; k < WIRE_BLOCK; k += 16) {
                 const vec v = vec_mul(load_wire(record + 2, k, bits, table), scale);
                 store_f32(sums + k, rank ? vec_add(load_f32(sums + k), v) : v, 0);
