@@ -71,8 +71,9 @@ class CallFinder:
         # Hold back an incomplete call, a suffix that may begin one, and the white space before a call or after the last.
         end = opening.start() - done if opening else len(self._text)
         if not (opening or last):
-            begun = self._text[self._text.rfind(self.form.open[0]) :]  # marks have this character only at their beginning
-            end -= len(begun) if any(mark.startswith(begun) for mark in self._marks) else 0
+            before, first, rest = self._text.rpartition(self.form.open[0])  # marks have it only at their beginning
+            if first and any(mark.startswith(first + rest) for mark in self._marks):
+                end = len(before)
         if not last or self.num_calls:
             end = len(self._text[:end].rstrip())
         found.append(self._text[:end])
