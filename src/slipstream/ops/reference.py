@@ -76,11 +76,6 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_stream(dst: Tensor, src: Tensor) -> None:
-    dst.copy_(src)
-
-
-@torch.no_grad()
 def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
     codes, scale = torch.empty_like(w, dtype=torch.int8), torch.empty(len(w), dtype=torch.float32, device=w.device)
     step = _rows_per_span(w)
