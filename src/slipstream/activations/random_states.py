@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,24 +43,24 @@ class RandomStates:
             raise ValueError(
                 f"there is a random state {name!r} or one with the seed {seed} already; call reset() first, or take another seed"
             )
-        before = _current()
+        before = _generator().get_rng_state()
         seed_device(seed)
-        self._states[name] = _current()
+        self._states[name] = _generator().get_rng_state()
         self._seeds.add(seed)
-        _continue(before)
+        _generator().set_rng_state(before)
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
         """Draw from the named state inside. Raises ValueError for an unknown name."""
         if name not in self._states:
             raise ValueError(f"there is no random state {name!r}; add({name!r}, seed) makes it, or model_parallel_cuda_manual_seed")
-        before = _current()
-        _continue(self._states[name])
+        before = _generator().get_rng_state()
+        _generator().set_rng_state(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = _current()
-            _continue(before)
+            self._states[name] = _generator().get_rng_state()
+            _generator().set_rng_state(before)
 
     @contextmanager
     def again(self, states: Mapping[str, Tensor]) -> Iterator[None]:
@@ -83,12 +84,6 @@ def seed_device(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def _current() -> Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _continue(state: Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+def _generator() -> Any:
+    """The module with the state of this rank's device."""
+    return torch.cuda if torch.cuda.is_available() else torch

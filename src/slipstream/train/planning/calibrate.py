@@ -5,10 +5,10 @@ The rates are of this process with all its threads. If several ranks share a hos
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 
 import torch
+from torch.utils.benchmark import Timer
 
 from slipstream.ops.disk import preflight
 from slipstream.train.planning.predict import Rates
@@ -38,28 +38,17 @@ def rates(dtype: str, device: str, folder: str | None, stated: Mapping[str, floa
 def _products(dtype: torch.dtype, device: str) -> float:
     """FLOP per second of matrix products."""
     a = torch.ones(512, 512, dtype=dtype, device=device)
-    return 2 * 512**3 * _per_second(lambda: a @ a, device)
+    return 2 * 512**3 * _per_second(lambda: a @ a)
 
 
 def _copies(device: str) -> float:
     """Bytes read and written per second."""
     source = torch.ones(_PROBE, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * _PROBE * _per_second(lambda: target.copy_(source), device)
+    return 2 * _PROBE * _per_second(lambda: target.copy_(source))
 
 
-def _per_second(call: Callable[[], object], device: str) -> float:
+def _per_second(call: Callable[[], object]) -> float:
     """Calls per second in the best of a few runs, because noise only slows down."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    call()
-    best, calls, deadline = 0.0, 1, time.perf_counter() + _SECONDS
-    while time.perf_counter() < deadline:
-        wait()
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        wait()
-        took = time.perf_counter() - began
-        best = max(best, calls / took)
-        calls = calls if took > _SECONDS / 10 else calls * 2
-    return best
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())  # it synchronizes a device
+    return 1 / min(timer.blocked_autorange(min_run_time=_SECONDS).times)
