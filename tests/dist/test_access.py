@@ -446,6 +446,23 @@ def test_writes_in_place_reach_the_masters_after_a_read() -> None:
         engine.destroy()
 
 
+def test_a_parameter_is_found_without_a_look_at_all_others() -> None:
+    class Counted(list[Any]):
+        def __iter__(self) -> Any:
+            looks.append(len(self))
+            return super().__iter__()
+
+    model, looks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40))), list[int]()
+    engine = toy.make(model, 3)
+    for unit in engine.units:
+        unit.model_params = Counted(unit.model_params)
+    for param in model.parameters():
+        with zero.gathered(param):
+            pass
+    assert len(looks) <= len(engine.units)
+    engine.destroy()
+
+
 # ---- graphs from before a step
 
 

@@ -451,12 +451,12 @@ class Change:
             unit.shown.expire_graphs()
         built = self._build(going, len(states.units))
         access.forget(going)
-        access.register(built.values())
         units = [self.kept[i] if i in self.kept else built[i] for i in range(len(self.groups))]
         modules = self.values.modules
         for index, (unit, group) in enumerate(zip(units, self.groups, strict=True)):
             block = modules[group.module_name] if group.module_name else None
             unit.rename(index, group.name, block, [self.leaves[name] for name in group.param_names])
+        access.register(units)
         states.units[:] = units  # in place: the updater holds the same list
         self._refit_ring()
         convert_buffers(self.model, buffer_rule(states.plan.precision))

@@ -23,23 +23,34 @@ from slipstream.zero.unit import State, Unit
 
 # Every live unit of the process, in order of registration, which is the same on all ranks: a parameter does not know its unit
 _living: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
+# id of a parameter -> where it is: number of the unit, index in it, unit. Made by `units_of` after units have changed
+_places: dict[int, list[tuple[int, int, weakref.ref[Unit]]]] = {}
 
 
 def register(units: Iterable[Unit]) -> None:
-    """Make the units' parameters known to `units_of`."""
+    """Make the units' parameters known to `units_of`. Called again after a unit's parameters were replaced."""
     _living.update(dict.fromkeys(units))
+    _places.clear()
 
 
 def forget(units: Iterable[Unit]) -> None:
     for unit in units:
         _living.pop(unit, None)
+    _places.clear()
 
 
 def units_of(params: Iterable[nn.Parameter]) -> dict[Unit, list[int]]:
     """The units of these parameters and the parameters' indices in them, in unit order. Parameters of no unit are left out."""
-    wanted = {id(param) for param in params}
-    indices_of = {unit: [i for i, param in enumerate(unit.model_params) if id(param) in wanted] for unit in list(_living)}
-    return {unit: indices for unit, indices in indices_of.items() if indices}
+    if not _places:
+        for number, unit in enumerate(list(_living)):
+            for i, param in enumerate(unit.model_params):
+                _places.setdefault(id(param), []).append((number, i, weakref.ref(unit)))
+    found: dict[Unit, list[int]] = {}
+    places = (place for key in {id(param) for param in params} for place in _places.get(key, ()))
+    for _, i, ref in sorted(places, key=operator.itemgetter(0, 1)):
+        if (owner := ref()) is not None:
+            found.setdefault(owner, []).append(i)
+    return found
 
 
 def full_values(unit: Unit) -> Tensor:
