@@ -258,13 +258,23 @@ def test_a_model_saves_the_state_that_its_caller_has_gathered(tmp_path: Path) ->
         gc.collect()
         with pytest.raises(RuntimeError, match="not gathered here"):
             engine.module.save_pretrained(tmp_path)
-    held_until_the_step = engine._consolidated_16bit_state_dict()
-    engine.backward(engine(toy.tokens(engine.rank, 0)))
-    engine.step()
-    if engine.rank == 0:
-        with pytest.raises(RuntimeError, match="not gathered here"):
-            engine.module.save_pretrained(tmp_path)
-    assert (held_until_the_step is None) == (engine.rank != 0)
+
+    def train() -> None:
+        engine.backward(engine(toy.tokens(engine.rank, 0)))
+        engine.step()
+
+    def write() -> None:
+        with zero.GatheredParameters(engine.module.head.bias, modifier_rank=0):
+            engine.module.head.bias.data.fill_(3)
+
+    engine.save_checkpoint(tmp_path / "saved")
+    for change in (train, write, lambda: engine.load_checkpoint(tmp_path / "saved")):
+        stale = engine._consolidated_16bit_state_dict()
+        change()
+        if engine.rank == 0:
+            with pytest.raises(RuntimeError, match="not gathered here"):
+                engine.module.save_pretrained(tmp_path)
+        assert (stale is None) == (engine.rank != 0), "held until here"
     engine.destroy()
 
 

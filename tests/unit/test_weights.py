@@ -70,6 +70,17 @@ def test_what_is_no_file_is_said(files: dict[str, bytes], message: str, tmp_path
         open_weights(tmp_path, Model())
 
 
+@pytest.mark.parametrize("name", ["other", "mask"])
+def test_numbers_of_less_than_a_byte_are_refused_only_where_they_are_used(tmp_path: Path, name: str) -> None:
+    save_file(state() | {name: torch.zeros(2, dtype=torch.uint8)}, path := tmp_path / "model.safetensors")
+    path.write_bytes(path.read_bytes().replace(b'"U8"', b'"F4"'))
+    if name == "other":
+        assert open_weights(tmp_path, Model(), strict=False).left_out.startswith("they have 'other'")
+    else:
+        with pytest.raises(ValueError, match=r"'mask' is torch.bits8 in the files, which needs more than a cast"):
+            open_weights(tmp_path, Model(), strict=False)
+
+
 def test_files_are_one(tmp_path: Path) -> None:
     """Several files, none twice; ranks see the same; a strict refusal is a note where it is not strict."""
     state_dict, partial = state(), dict(list(state().items())[:2])

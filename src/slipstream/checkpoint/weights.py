@@ -45,6 +45,8 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
 WORDS = {dtype: word for word, dtype in DTYPES.items()}  # torch's dtype -> safetensors' name
 
@@ -189,9 +191,9 @@ def read_header(file: Path) -> dict[str, Entry]:
         if name == "__metadata__":
             continue
         shape, (start, stop) = tuple(map(int, fields["shape"])), map(int, fields["data_offsets"])
-        if fields["dtype"] not in DTYPES:
-            raise ValueError(f"{name!r} is {fields['dtype']}, of which torch has no tensors")
-        dtype = DTYPES[fields["dtype"]]
+        dtype = DTYPES.get(fields["dtype"], torch.bits8)
+        if dtype is torch.bits8:  # F4, F6: numbers of less than a byte
+            shape = (stop - start,)
         fits = stop - start == math.prod(shape) * dtype.itemsize
         if not fits or min(shape, default=0) < 0 or not 0 <= start <= stop <= size - first:
             raise ValueError(f"{name!r} of shape {shape} claims bytes [{start}, {stop}) of {file.name}, which has {size}")
@@ -202,7 +204,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 def needs_more_than_cast(dtype: torch.dtype) -> bool:
     """Whether numbers of a stored dtype are codes, which only their scales turn into weights."""
-    return dtype.is_floating_point and dtype.itemsize == 1
+    return dtype.itemsize == 1 and (dtype.is_floating_point or dtype is torch.bits8)
 
 
 def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
@@ -217,12 +219,12 @@ def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _misfit(name: str, tensor: Tensor, stored: Entry) -> list[str]:
+    if needs_more_than_cast(stored.dtype) and stored.dtype is not tensor.dtype:
+        return [f"{name!r} is {stored.dtype} in the files, which needs more than a cast; save it as bfloat16 or float32"]
     if stored.shape != (shape := whole_shape(tensor)):
         return [f"{name!r} has shape {stored.shape} in the files and {shape} in the model"]
     if stored.dtype is tensor.dtype:
         return []
-    if needs_more_than_cast(stored.dtype):
-        return [f"{name!r} is {stored.dtype} in the files, which needs more than a cast; save it as bfloat16 or float32"]
     if not (stored.dtype.is_floating_point and tensor.dtype.is_floating_point):
         return [f"{name!r} is {stored.dtype} in the files and {tensor.dtype} in the model, and no cast converts one to the other"]
     return []

@@ -384,6 +384,7 @@ class DeepSpeedEngine(Engine):
             raise ValueError(
                 "load_checkpoint(custom_load_fn=): parameters load by name; for a subset, use load_module_strict=False"
             )
+        self.forget_state()
         name = None if tag is None else str(tag)
         path, state = super().load_checkpoint(
             load_dir, name, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
@@ -402,6 +403,7 @@ class DeepSpeedEngine(Engine):
         """Load a complete state. Collective. Sharded weights are filled at every stage, regardless of `fetch_z3_params`."""
         if custom_load_fn is not None:
             raise ValueError("load_module_state_dict(custom_load_fn=): use engine.load_state_dict with the tensors to load")
+        self.forget_state()
         return self.load_state_dict(checkpoint.get("module", checkpoint), strict=strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -412,9 +414,13 @@ class DeepSpeedEngine(Engine):
         return state
 
     def held_state(self) -> dict[str, Any] | None:
-        """Return the full state that was consolidated on this rank since the last step, if its caller still holds it."""
+        """Return the full state that was consolidated on this rank, if its caller still holds it and no step, load or write inside
+        `GatheredParameters` followed."""
         state, step = self._gathered
         return state() if step == self.global_steps else None
+
+    def forget_state(self) -> None:
+        vars(self).pop("_gathered", None)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

@@ -91,6 +91,8 @@ class GatheredParameters:
 
     def _gather_units(self, chosen: dict[Unit, list[int]]) -> None:
         if self.modifier_rank is not None:
+            for engine in _engines:
+                engine.forget_state()
             first = next(iter(chosen))
             if self.modifier_rank not in (ranks := first.comms.data.axis.ranks):
                 raise ValueError(f"modifier_rank is {self.modifier_rank}, and {first.names[0]!r} is on the ranks {list(ranks)}")
@@ -367,8 +369,9 @@ def _save_pretrained(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     if len(args) < 2 and kwargs.get("state_dict") is None:
         if not kwargs.get("is_main_process", True):
             return None
-        states = (engine.held_state() for engine in _engines if engine.module is getattr(save, "__self__", None))
-        if (state := next(states, None)) is not None:
+        model: Any = getattr(save, "__self__", None)
+        state = next((engine.held_state() for engine in _engines if engine.module is model), None)
+        if state is not None and any(isinstance(param, ReleasedParameter) for param in model.parameters()):
             kwargs["state_dict"] = state
     return save(*args, **kwargs)
 
