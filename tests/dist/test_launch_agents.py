@@ -388,6 +388,34 @@ def test_ctrl_c_is_one_line_with_the_last_checkpoint(saves: int, launcher: Launc
     assert "Traceback" not in err
 
 
+def test_ctrl_c_after_a_failure_lets_ranks_finish(launcher: Launcher, tmp_path: Path) -> None:
+    """Nobody has asked for the end before, so the ranks that are being stopped keep their grace period."""
+    script = launcher.script("""
+        import os, signal, sys, time
+        from pathlib import Path
+        folder = Path(sys.argv[1])
+        def on_sigterm(number, frame):
+            (folder / "told").touch()
+            time.sleep(0.5)
+            (folder / "finished").touch()
+            sys.exit(0)
+        if os.environ["RANK"] == "0":
+            while not (folder / "ready").exists():
+                time.sleep(0.01)
+            sys.exit(3)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, on_sigterm)
+        (folder / "ready").touch()
+        time.sleep(300)
+    """)
+    process = launcher.start("--nproc", "2", script, str(tmp_path))
+    wait_for(tmp_path / "told")
+    process.send_signal(signal.SIGINT)
+    assert launcher.ranks_gone(within=5)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 130 and (tmp_path / "finished").exists(), err
+
+
 @pytest.mark.slow
 def test_logs_of_each_rank_cores_and_a_pid_file(launcher: Launcher, tmp_path: Path) -> None:
     """The first failure stays on the terminal; its traceback is in the rank's log, too."""

@@ -10,8 +10,8 @@ Names of torch used here: `torch.distributed.run.{parse_args, run}`, `ChildFaile
 [Note: Deaths of ranks] torchrun polls its ranks, here every `_POLL_S` seconds. If one has failed, it sends SIGTERM to the others
 and, after 30 s, SIGKILL. `NodeRanks` makes that `GRACE_S`, also after Ctrl-C: a rank that is blocked in native code, or that
 catches SIGTERM, would delay the end. Ranks have 30 s if the agent gets SIGTERM (from a scheduler that preempts the job), or if
-hosts of an elastic run join or leave: they may be saving a checkpoint. A rank that left no record died after the last poll that saw
-it alive, which orders the failures.
+hosts of an elastic run join or leave: they may be saving a checkpoint. Ctrl-C in that time leaves them `GRACE_S`, and if the agent
+was asked to stop before, none. A rank that left no record died after the last poll that saw it alive, which orders the failures.
 """
 
 from __future__ import annotations
@@ -115,14 +115,15 @@ class NodeRanks(SubprocessContext):
     def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
         if self._first is None:
             self._first = set(self._failures)
-        is_hurried = self._failures or death_sig == signal.SIGINT or self.run.is_over
-        may_save = self.run.is_elastic or isinstance(sys.exception(), SignalException)  # the agent got a signal
+        is_asked = isinstance(sys.exception(), SignalException)  # the agent got a signal
+        is_hurried = self._failures or death_sig in (signal.SIGINT, signal.SIGKILL) or self.run.is_over
+        may_save = self.run.is_elastic or is_asked
         close: Any = super()._close  # declared for whole seconds
         try:
             close(death_sig, timeout if may_save and not is_hurried else GRACE_S)
         except SignalException as another:
             if another.sigval == signal.SIGINT:
-                close(signal.SIGKILL, GRACE_S)
+                self._close(signal.SIGKILL if is_asked else signal.SIGINT)
             raise
 
     def send(self, number: int) -> None:
