@@ -1,9 +1,11 @@
 """What we rely on in torch without its promise: each test fails first when torch moves. The user is named in each."""
 
 import gc
+import signal
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic import multiprocessing
+from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -356,3 +360,40 @@ def test_batches_are_pinned_tensor_by_tensor() -> None:
 
     there = SimpleNamespace(pin_memory=lambda: "pinned")
     assert pin_memory({"a": [there, 1], "b": Pinned(there, "x")}) == {"a": ["pinned", 1], "b": Pinned("pinned", "x")}
+
+
+def test_torchrun_builds_its_ranks_by_the_class_in_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """launch/agent.py: a class of ours has the ranks, is polled and closes them, and knows which have failed."""
+    called: list[str] = []
+
+    class Ranks(multiprocessing.SubprocessContext):
+        def _start(self) -> None:
+            called.append("start")
+            super()._start()
+
+        def _poll(self) -> Any:
+            called.append("poll")
+            return super()._poll()
+
+        def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+            called.append(f"close {death_sig.name} {sorted(self._failures)}")
+            super()._close(death_sig, timeout)
+
+    monkeypatch.setattr(multiprocessing, "SubprocessContext", Ranks)
+    assert local_elastic_agent.start_processes is multiprocessing.start_processes, "torchrun's agent calls what reads that name"
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGWINCH")  # `start` replaces the handlers of these
+    before = signal.getsignal(signal.SIGWINCH)
+    commands: dict[int, tuple[str, ...]] = {0: ("-c", "exit $CODE"), 1: ("-c", "exec sleep 60")}
+    ranks = multiprocessing.start_processes(
+        "ranks", "sh", commands, {0: {"CODE": "3"}, 1: {}}, multiprocessing.DefaultLogsSpecs(log_dir=str(tmp_path))
+    )
+    try:
+        result = ranks.wait(timeout=60, period=0.01)
+    finally:
+        ranks.close(signal.SIGKILL)
+        signal.signal(signal.SIGWINCH, before)
+    assert isinstance(ranks, Ranks) and result is not None and result.is_failed()
+    assert {i: failure.exitcode for i, failure in ranks._failures.items()} == {0: 3, 1: -signal.SIGTERM}
+    assert [handler.proc.returncode for _, handler in sorted(ranks.subprocess_handlers.items())] == [3, -signal.SIGTERM]
+    assert ranks.envs[0]["CODE"] == "3"
+    assert list(dict.fromkeys(called)) == ["start", "poll", "close SIGTERM [0]", "close SIGKILL [0, 1]"]
