@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,6 +77,7 @@ def test_refusals_are_counted_by_their_reason(address: str, capsys: pytest.Captu
     ("arguments", "message"),
     [
         (("127.0.0.1:1",), "http://127.0.0.1:1: cannot connect (Connection refused); is the server running?"),
+        (("http://[fe80::abcd]",), "http://[fe80::abcd]: cannot connect ("),
         (("ftp://somewhere",), "'ftp://somewhere' is not a server URL"),
         (("--rate=0",), "'0' is not a number above 0"),
         (("--shared=1",), "'1' is not a fraction"),
@@ -134,6 +137,7 @@ def test_a_server_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
         (STREAM + b'data: {"error": {"message": "broke"}}\n\n', "broke"),
         (STREAM + b'data: {"error": "broke"}\n\n', "broke"),
         (STREAM + b"data: [1]\n\n", "invalid completion chunk"),
+        (STREAM + b"data: " + b"[" * 100_000 + b"\n\n", "maximum recursion depth exceeded"),
         (STREAM + b'data: {"usage": {"prompt_tokens": 1}}\n\n', "invalid completion chunk: KeyError"),
         (STREAM + b'data: {"choices": [1], "usage": {"prompt_tokens": 1, "completion_tokens": 9999}}\n\n', "requested length"),
     ],
@@ -150,6 +154,32 @@ def test_a_server_that_never_answers(capsys: pytest.CaptureFixture[str]) -> None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         _, result = bench(capsys, f"127.0.0.1:{listener.getsockname()[1]}", "--model=m", "--requests=2", "--timeout=0.1")
     assert result["failed"] == {"timed out (--timeout)": 2}
+
+
+def test_a_timeout_is_of_the_whole_request(capsys: pytest.CaptureFixture[str]) -> None:
+    def stall() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            time.sleep(0.8)
+            connection.sendall(STREAM + b'data: {"choices": [1]}\n\n')
+            while connection.recv(1 << 20):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=stall)
+        thread.start()
+        start = time.monotonic()
+        _, result = bench(capsys, f"127.0.0.1:{listener.getsockname()[1]}", "--model=m", "--requests=1", "--timeout=1")
+        assert time.monotonic() - start < 1.6
+        thread.join()
+    assert result["failed"] == {"timed out (--timeout)": 1}
+
+
+def test_certificates_are_loaded_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[ssl.SSLContext] = []
+    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", lambda context, *_: loads.append(context))
+    _, result = bench(capsys, "https://127.0.0.1:1", "--model=m", "--requests=2")
+    assert (sum(result["failed"].values()), len(loads)) == (2, 1)
 
 
 def test_ctrl_c_shows_what_there_is() -> None:

@@ -12,6 +12,7 @@ import http.client
 import json
 import math
 import random
+import socket
 import ssl
 import sys
 import threading
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -82,8 +84,9 @@ class Client:
             raise ValueError(f"{url!r} is not a server URL; write http://127.0.0.1:8000")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = parts.hostname, parts.port
+        secure: dict[str, Any] = {"context": ssl.create_default_context()} if parts.scheme == "https" else {}
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        self._open = partial(kind, parts.hostname, parts.port or kind.default_port, timeout=timeout, **secure)
         self._timeout, self._more = timeout, more or {}
         self._headers = {"connection": "close", "content-type": "application/json"}
         if key is not None:
@@ -129,26 +132,37 @@ class Client:
     def _send(self, method: str, path: str, body: bytes | None) -> Iterator[bytes]:
         """Send a request; yields the parts of the body as they arrive. Raises ServerError if the status is not 200."""
         until = time.monotonic() + self._timeout
-        with closing(self._kind(self._host, self._port, timeout=self._timeout)) as connection:
+        with closing(self._open()) as connection:
             try:
                 connection.connect()
+                wire = connection.sock
             except (ssl.SSLError, TimeoutError):
                 raise
             except OSError as error:
                 raise ServerError(f"cannot connect ({error.strerror or error}); is the server running?") from error
             try:
+                _limit(wire, until)
                 connection.request(method, self._path + path, body, self._headers)
+                _limit(wire, until)
                 response = connection.getresponse()
+                _limit(wire, until)
                 if response.status != 200:
                     raise ServerError(f"{method} {path}: {_reason(response.status, response.read())}")
                 while part := response.read1(1 << 16):
-                    if time.monotonic() > until:
-                        raise TimeoutError
                     yield part
+                    if not response.isclosed():
+                        _limit(wire, until)
             except (http.client.HTTPException, ConnectionError) as error:
                 raise ServerError(f"incomplete response: {error}") from error
             if response.length:
                 raise ServerError(f"incomplete response: {response.length} bytes are missing")
+
+
+def _limit(wire: socket.socket, until: float) -> None:
+    """Limit the next read or write to the time that is left. Raises TimeoutError if there is none."""
+    if (left := until - time.monotonic()) <= 0:
+        raise TimeoutError
+    wire.settimeout(left)
 
 
 def _events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -200,7 +214,7 @@ def _run(
             server.complete(model, request, answer, start)
         except TimeoutError:
             failed.append((answer, "timed out (--timeout)"))
-        except (OSError, ServerError, ValueError) as error:
+        except Exception as error:  # any: a thread that raised would be a request that counts nowhere
             failed.append((answer, str(error) or type(error).__name__))
         else:
             done.append(answer)
@@ -293,7 +307,7 @@ def execute(options: argparse.Namespace) -> int:
         interrupted = True
     except (OSError, RuntimeError) as error:  # also that no more threads can start
         raise ValueError(f"{server.url}: {error or type(error).__name__}") from error
-    results = summary(done, failed, options)
+    results = summary(list(done), list(failed), options)  # after Ctrl-C, threads go on adding to both
     if options.json:
         print(json.dumps(results))
     else:
