@@ -600,6 +600,11 @@ def test_a_command_on_all_hosts(launcher: Launcher, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130 and launcher.gone(within=5)
+    process = launcher.start("-f", hosts, "while :; do echo $HOST; done", path=binary, command=DS_SSH)
+    assert process.stdout is not None and process.stderr is not None and process.stdout.readline().startswith("far")
+    process.stdout.close()  # like `| head -1`
+    err = process.stderr.read()
+    assert process.wait(timeout=60) != 120 and "Traceback" not in err and "BrokenPipe" not in err and launcher.gone(within=5)
     for arguments, says in ((("-f", hosts), "no command; ds_ssh [-f HOSTFILE]"), (("-f", "none", "ls"), "cannot read none")):
         code, _, err = launcher.run(*arguments, command=DS_SSH)
         assert (code, err.count("\n")) == (2, 1) and says in err

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -126,6 +127,6 @@ def _on_all(hosts: Sequence[str], line: str) -> int:
 
 
 def _forward(host: str, process: subprocess.Popen[str]) -> None:
-    for text in process.stdout or ():
-        sys.stdout.write(f"{host}: {text.rstrip()}\n")
-        sys.stdout.flush()
+    with suppress(BrokenPipeError), process:  # closes the pipe, so that ssh is not left waiting for a reader
+        for text in process.stdout or ():
+            os.write(sys.stdout.fileno(), f"{host}: {text.rstrip()}\n".encode(sys.stdout.encoding, "replace"))
