@@ -60,7 +60,6 @@ def test_each_missing_package_is_one_line(tmp_path: Path) -> None:
         ("tokenizers", "serve", ["init_inference", str(folder)]),
         ("fastapi", "serve", ["serve", *on_cpu]),
         ("uvicorn", "serve", ["serve", *on_cpu]),
-        ("h11", "serve", ["bench-serve"]),
         ("jinja2", "serve", ["chat", *on_cpu]),
         ("llguidance", "serve", ["generate", *on_cpu, "a", "--json-schema", str(schema)]),
         ("transformers", "hf", ["generate", str(gpt2), "--device", "cpu", "a"]),
