@@ -311,6 +311,9 @@ def test_a_zero_config_reads_as_deepspeeds() -> None:
     assert old.gather_16bit_weights_on_model_save and not hasattr(old, "cpu_offload")
     with pytest.raises(ValueError, match="'cpu_offload' is the older name of 'offload_optimizer', and both are given"):
         zero.DeepSpeedZeroConfig(cpu_offload=True, offload_optimizer={"device": "nvme"})
+    assert zero.DeepSpeedZeroConfig(cpu_offload="false").offload_optimizer is None
+    with pytest.raises(ValueError, match="cpu_offload"):
+        zero.DeepSpeedZeroConfig(cpu_offload="nvme")
     assert zero.DeepSpeedZeroOffloadOptimizerConfig(pipeline_read=True).pipeline and not old.offload_optimizer.pipeline
     assert len(zero.DeepSpeedZeroLeafModuleConfig().classes) == 3
     assert zero.get_zero_config({"zero_optimization": True}).stage == 1 and zero.get_zero_config({}).stage == 0
@@ -430,17 +433,30 @@ def test_older_spelling_of_bf16(key: str) -> None:
     assert load("runtime.precision_config").get_bfloat16_config({key: {"enabled": True}}).enabled
 
 
-def test_models_of_ones_own() -> None:
+def test_models_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
     from pydantic import Field
 
     tools = load("runtime.config_utils")
 
+    class Inner(tools.DeepSpeedConfigModel):  # type: ignore[misc, name-defined]
+        size: int = 1
+
     class Own(tools.DeepSpeedConfigModel):  # type: ignore[misc, name-defined]
         number: int = 0
+        old: str | None = Field(
+            None, json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": lambda value: [value]}
+        )
+        old_size: int | None = Field(None, json_schema_extra={"deprecated": True, "new_param": "inner.size"})
+        new: list[str] | None = None
+        inner: Inner = Field(default_factory=Inner)
         aliased: int = Field(0, alias="another")
         needed: int
 
-    own = Own(another=2, number="auto", needed=1)
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        own = Own(old="x", old_size=3, another=2, number="auto", needed=1)
+    assert (own.new, own.inner.size) == (["x"], 3) and "old is deprecated use new instead" in caplog.text
+    with pytest.raises(ValueError, match="'old' is the older name of 'new', and both are given"):
+        Own(old="x", new=["y"], needed=1)
     assert (own.aliased, own.number) == (2, 0) and Own(aliased=3, needed=1).aliased == 3
     for wrong in ({"number": "x"}, {"num_ber": 1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -31,7 +31,11 @@ from slipstream.config.values import Block, Names
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A block of the JSON. "auto" means unset (unless `strict`); unknown keys raise ValidationError."""
+    """A block of the JSON. "auto" means unset (unless `strict`); unknown keys raise ValidationError.
+
+    Setting a field whose `json_schema_extra` has `deprecated` logs a warning. `new_param_fn(value)` is then assigned to the field
+    `new_param`, unless `set_new_param` is False. Raises ValueError if both are set.
+    """
 
     model_config = ConfigDict(
         validate_default=True,
@@ -46,6 +50,24 @@ class DeepSpeedConfigModel(BaseModel):
     def __init__(self, strict: bool = False, **data: Any) -> None:
         auto = () if strict else [key for key, value in data.items() if isinstance(value, str) and value == "auto"]
         super().__init__(**{key: value for key, value in data.items() if key not in auto or key == "replace_method"})
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and extra.get("deprecated") and name in self.model_fields_set:
+                self._replace(name, extra)
+
+    def _replace(self, name: str, extra: Mapping[str, Any]) -> None:
+        newer: str = extra.get("new_param", "")
+        hint = ". ".join(filter(None, (f" use {newer} instead" if newer else "", extra.get("deprecated_msg"))))
+        logger.warning("Config parameter %s is deprecated%s", name, hint)
+        if not newer or not extra.get("set_new_param", True):
+            return
+        value = extra.get("new_param_fn", lambda same: same)(getattr(self, name))
+        *blocks, last = newer.split(".")
+        owner = functools.reduce(getattr, blocks, self)
+        if last in owner.model_fields_set:
+            raise ValueError(f"{name!r} is the older name of {newer!r}, and both are given; leave it out")
+        delattr(self, name)
+        setattr(owner, last, value)
 
     @field_serializer("dtype", check_fields=False)
     def _dtype(self, dtype: Any) -> str:
@@ -92,7 +114,7 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]])
 def _mirror(name: str, block: type[Block], base: type[DeepSpeedConfigModel] = DeepSpeedConfigModel, **changed: Any) -> Any:
     """Create a class with the block's keys. `stage3_x` in the JSON is the attribute `x`."""
     fields: dict[str, Any] = {}
-    for key, field in ((key, field) for key, field in block.model_fields.items() if key not in _OLDER):
+    for key, field in block.model_fields.items():
         short = key.removeprefix("stage3_")
         kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
         alias = key if short != key else None
@@ -119,25 +141,7 @@ class _OffloadOptimizer(DeepSpeedConfigModel):
         return bool(self.pipeline_read or self.pipeline_write)  # type: ignore[attr-defined]
 
 
-# older key of zero_optimization -> the key in its place, and the value there
-_OLDER: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "cpu_offload": ("offload_optimizer", lambda on: {"device": "cpu"} if on else None),
-    "cpu_offload_param": ("offload_param", lambda on: {"device": "cpu"} if on else None),
-    "stage3_gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", bool),
-}
-
-
 class _Zero(DeepSpeedConfigModel):
-    @model_validator(mode="before")
-    @classmethod
-    def _newer(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        newer = {key: value for key, value in values.items() if key not in _OLDER}
-        for old, (key, convert) in _OLDER.items():
-            if old in values and key in newer:
-                raise ValueError(f"{old!r} is the older name of {key!r}, and both are given; leave it out")
-            newer |= {key: convert(values[old])} if old in values else {}
-        return newer
-
     @model_validator(mode="after")
     def _overlap(self) -> _Zero:
         values = self.__dict__
@@ -161,6 +165,11 @@ class ZeroStageEnum(int, Enum):
     max_stage = 3  # noqa: PIE796 (an alias, as in DeepSpeed)
 
 
+def _older(newer: str, convert: Callable[[Any], Any]) -> Any:
+    extra: Any = {"deprecated": True, "new_param": newer, "new_param_fn": convert}
+    return (bool | None, Field(None, json_schema_extra=extra))
+
+
 DeepSpeedZeroOffloadParamConfig = _mirror("DeepSpeedZeroOffloadParamConfig", schema.OffloadParam)
 DeepSpeedZeroOffloadOptimizerConfig = _mirror("DeepSpeedZeroOffloadOptimizerConfig", schema.OffloadOptimizer, _OffloadOptimizer)
 _LEAF_CLASSES = TABLES["deepspeed.runtime.zero.leaf_module_config"]["DEFAULT_LEAF_MODULE_CLASSES"]
@@ -174,6 +183,9 @@ DeepSpeedZeroConfig = _mirror(
     offload_param=(DeepSpeedZeroOffloadParamConfig | None, None),
     offload_optimizer=(DeepSpeedZeroOffloadOptimizerConfig | None, None),
     leaf_module=(DeepSpeedZeroLeafModuleConfig, Field(default_factory=DeepSpeedZeroLeafModuleConfig)),
+    cpu_offload=_older("offload_optimizer", lambda on: DeepSpeedZeroOffloadOptimizerConfig(device="cpu") if on else None),
+    cpu_offload_param=_older("offload_param", lambda on: DeepSpeedZeroOffloadParamConfig(device="cpu") if on else None),
+    stage3_gather_fp16_weights_on_model_save=_older("gather_16bit_weights_on_model_save", bool),
 )
 DeepSpeedFP16Config = _mirror("DeepSpeedFP16Config", schema.Fp16, _Fp16)
 DeepSpeedBF16Config = _mirror("DeepSpeedBF16Config", schema.Bf16)
