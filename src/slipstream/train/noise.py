@@ -167,7 +167,7 @@ class AdaptiveBatch:
             schedule.resize(accumulation * per_pass)
 
     def close(self) -> None:
-        """A no-op: the noise is closed by itself."""
+        """A no-op: the engine closes the noise, a resource of its own."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"train_batch_size": self.engine.plan.batch.train_batch_size, **self.noise.means}

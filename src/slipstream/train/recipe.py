@@ -118,6 +118,11 @@ def build_optimizer(
 def _in_muon_groups(model: nn.Module, wanted: Sequence[Any], per_head: bool) -> list[dict[str, Any]]:
     bare = [param for param in wanted if isinstance(param, torch.Tensor)]
     groups = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
+    if per_head and any(group.get("use_muon") and "heads" not in group for group in groups):
+        raise ValueError(
+            "optimizer.params.per_head_muon divides the groups that initialize makes, and one of model_parameters= has its own "
+            "use_muon: give that group heads=, or drop one of the two"
+        )
     return muon_groups(model.named_parameters(remove_duplicate=False), groups, attention_heads(model) if per_head else None)
 
 

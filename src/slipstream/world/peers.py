@@ -63,7 +63,7 @@ class Peers:
                 os.close(fd)
                 self._gone[self._open.pop(fd).rank] = time.monotonic()
             for peer in self._unopened:
-                if peer.rank not in self._gone and not os.path.exists(f"/proc/{peer.pid}"):
+                if peer.rank not in self._gone and not _exists(peer.pid):
                     self._gone[peer.rank] = time.monotonic()
             return dict(self._gone)
 
@@ -77,6 +77,14 @@ class Peers:
                 os.close(fd)
             self._open.clear()
             self._unopened.clear()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)  # another user's process exists, and /proc may hide it
+    return True
 
 
 def _host() -> str:

@@ -42,12 +42,14 @@ def forget(units: Iterable[Unit]) -> None:
 def units_of(params: Iterable[nn.Parameter]) -> dict[Unit, list[int]]:
     """The units of these parameters and the parameters' indices in them, in unit order. Parameters of no unit are left out."""
     if not _places:
+        places: dict[int, list[tuple[int, int, weakref.ref[Unit]]]] = {}
         for number, unit in enumerate(list(_living)):
             for i, param in enumerate(unit.model_params):
-                _places.setdefault(id(param), []).append((number, i, weakref.ref(unit)))
+                places.setdefault(id(param), []).append((number, i, weakref.ref(unit)))
+        _places.update(places)  # at once: autograd's thread may look, too
     found: dict[Unit, list[int]] = {}
-    places = (place for key in {id(param) for param in params} for place in _places.get(key, ()))
-    for _, i, ref in sorted(places, key=operator.itemgetter(0, 1)):
+    of_params = (place for key in {id(param) for param in params} for place in _places.get(key, ()))
+    for _, i, ref in sorted(of_params, key=operator.itemgetter(0, 1)):
         if (owner := ref()) is not None:
             found.setdefault(owner, []).append(i)
     return found
