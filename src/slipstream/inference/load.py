@@ -8,7 +8,6 @@ in transformers (`generic`).
 from __future__ import annotations
 
 import math
-import mmap
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from slipstream.checkpoint.document import Entry
-from slipstream.checkpoint.weights import read_header
 from slipstream.config import huggingface
 from slipstream.inference.config import ModelPart, Rope, TransformerConfig
 from slipstream.inference.families import FAMILIES, UnsupportedModel
@@ -252,8 +249,8 @@ def _quantized(
 def safetensors_of(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
     """Read model.safetensors, or the shards of its index. Each tensor is a view of its mapped file.
 
-    keep: files stay mapped as long as their tensors exist. Otherwise each access maps one tensor's bytes, whose pages are freed
-    with it.
+    keep: files stay mapped as long as their tensors exist. Otherwise a file is mapped for each access, which frees the pages of
+    tensors that were read before.
     """
     if not (files := huggingface.weight_files(path)):
         pickled = next(path.glob("*.bin"), None)
@@ -265,21 +262,16 @@ def safetensors_of(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
         if not file.is_file():
             raise ValueError(f"{path} lacks {file.name}, which its index names")
         with opened(file) as tensors:
-            if keep:
-                state |= {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118 (not a mapping)
-            else:
-                readers |= {key: partial(_map, entry) for key, entry in read_header(file).items()}
+            for key in tensors.keys():  # noqa: SIM118 (not a mapping)
+                readers[key] = partial(_tensor, file, key)
+                if keep:
+                    state[key] = tensors.get_tensor(key)
     return state if keep else _LazyState(readers)
 
 
-def _map(entry: Entry) -> Tensor:
-    (piece,) = entry.pieces
-    if not (size := entry.nbytes(piece)):
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    inside = piece.at % mmap.ALLOCATIONGRANULARITY
-    with open(piece.file, "rb") as file:
-        pages = mmap.mmap(file.fileno(), inside + size, offset=piece.at - inside, access=mmap.ACCESS_COPY)
-    return torch.frombuffer(pages, dtype=torch.uint8, offset=inside).view(entry.dtype).view(entry.shape)
+def _tensor(file: Path, key: str) -> Tensor:
+    with opened(file) as one:
+        return one.get_tensor(key)
 
 
 @contextmanager
