@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.inference.server.calls import Call, CallFinder, Thoughts, form_of
+from slipstream.inference.server.calls import FORMS, Call, CallFinder, Thoughts, form_of
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": "</x>"}}
 SAY = {"name": "say", "parameters": {}}
@@ -249,3 +249,16 @@ def test_thoughts(begun: bool, text: str, expected: tuple[str, str]) -> None:
         for piece, last in [*((text[start : start + size], False) for start in range(0, len(text), size)), ("", True)]:
             parts = [old + new for old, new in zip(parts, thoughts.push(piece, last=last), strict=True)]
         assert tuple(parts) == expected, size
+
+
+@pytest.mark.parametrize("size", [1, 3, 200])
+def test_a_mention_before_a_call_is_text(size: int) -> None:
+    functions = {"get": {"type": "object"}, "b": {"type": "object", "properties": {"y": {"type": "string"}}}}
+    form = next(form for mark, form in FORMS if mark == "<function=")
+    for mention in ("I will use <function=get>", "Code: <function=get><br>"):
+        text = f"{mention}\n\n<tool_call>\n<function=b>\n<parameter=y>1</parameter>\n</function>\n</tool_call>"
+        finder, found = CallFinder(functions, form=form), list[Any]()
+        for start in range(0, len(text), size):
+            found += finder.push(text[start : start + size], last=start + size >= len(text))
+        assert "".join(part for part in found if isinstance(part, str)) == mention
+        assert [part for part in found if not isinstance(part, str)] == [("b", '{"y": "1"}')]

@@ -45,8 +45,9 @@ class CallFinder:
         opening, closing, inner_closing = map(re.escape, (self.form.open, self.form.close, self.form.inner[1]))
         inner = [self.form.inner[0].format(name) for name in functions] if self.form.inner[0] else []
         self._marks = (self.form.open, *inner)
-        named = "|".join(map(re.escape, inner)) or "(?!)"  # no more than a mention, unless a mark follows
-        self._opening = re.compile(rf"{opening}|(?P<inner>{named})(?=\s*(?:<|$))")
+        named = "|".join(map(re.escape, inner)) or "(?!)"  # no more than a mention, unless an argument or the call's end follows
+        follows = "|".join(_begins(mark) for mark in ("<parameter=", self.form.inner[1]))
+        self._opening = re.compile(rf"{opening}|(?P<inner>{named})(?=\s*(?:{follows}))")
         self._closing = re.compile(closing or "(?!)")
         self._inner_closing = re.compile(rf"{inner_closing}(?:\s*{closing})?|{closing}")
         self.num_calls = 0
@@ -102,6 +103,11 @@ class CallFinder:
             calls = calls[: self.max_calls - self.num_calls]
         self.num_calls += len(calls)
         return calls
+
+
+def _begins(mark: str) -> str:
+    """A pattern of `mark`, or of a beginning of it at the end of the text."""
+    return "".join(f"(?:$|{re.escape(character)}" for character in mark) + ")" * len(mark)
 
 
 class Thoughts:
