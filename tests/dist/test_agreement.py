@@ -2,6 +2,7 @@
 
 import json
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,19 @@ def test_a_config_that_one_rank_cannot_use(tmp_path: Path) -> None:
             model=toy.seeded(toy.Net), config={"train_batch_size": 2, "zero_optimization": {"stage": 3 + rank}}
         )
     )
+
+
+@distributed(world_size=2)
+def test_an_optimizer_that_one_rank_refuses() -> None:
+    def make(rank: int) -> None:
+        model: Any = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False)})
+        model.config = types.SimpleNamespace(num_attention_heads=2, hidden_size=8)
+        params = {"params": list(model.parameters()), **({"use_muon": True} if rank else {})}
+        optimizer = {"type": "Muon", "params": {"lr": 0.1, "per_head_muon": True}}
+        slipstream.initialize(model=model, model_parameters=[params], config=toy.settings(1, optimizer=optimizer))
+
+    refusal = "rank 1 refuses its optimizer (optimizer.params.per_head_muon divides the groups that initialize makes, and one of"
+    assert told(make).startswith(refusal)
 
 
 @distributed(world_size=2)

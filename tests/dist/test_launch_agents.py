@@ -595,6 +595,8 @@ def test_a_command_on_all_hosts(launcher: Launcher, tmp_path: Path) -> None:
     code, out, err = launcher.run("-f", hosts, *line, path=binary, command=DS_SSH)
     assert (code, sorted(out.splitlines())) == (3, ["far1: far1 is here", "far2: far2 is here"])
     assert "far2" in err and "ended with exit code 3" in err and "far1" not in err
+    code, _, err = launcher.run("-f", hosts, '[ "$HOST" = far1 ] || kill -9 $$', path=binary, command=DS_SSH)
+    assert code == 137 and "far2" in err and "ended with exit code 137" in err
     process = launcher.start("-f", hosts, "echo ready; sleep 300", path=binary, command=DS_SSH)
     assert process.stdout is not None and process.stdout.readline().endswith(": ready\n")
     process.send_signal(signal.SIGINT)

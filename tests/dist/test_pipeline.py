@@ -874,6 +874,22 @@ def test_chunks_of_a_decoder(stage: int) -> None:
             make(model, stage, "auto", pipeline={"stages": 2}, slipstream={"pipeline": own})
 
 
+def slow(model: Any, layer: int) -> Any:
+    """The decoder with one layer that takes far longer than the others."""
+    forward = model.model.layers[layer].forward
+    model.model.layers[layer].forward = lambda *args, **kwargs: (time.sleep(0.1), forward(*args, **kwargs))[1]
+    return model
+
+
+@distributed(world_size=4)
+def test_engines_of_parts_of_the_world_measure_their_own_layers() -> None:
+    part = dist.get_rank() // 2
+    model, config = slow(decoder(num_hidden_layers=5), 4 * part), toy.settings(1, pipeline={"stages": 2, "partition": "profile"})
+    engine: Any = slipstream.initialize(model=model, config=config, mpu=Group(2))[0]
+    assert engine.module.parts == ([0, 4, 5] if part else [0, 1, 5])
+    engine.destroy()
+
+
 @distributed(world_size=2)
 def test_the_partition_of_the_config() -> None:
     """`pipeline.partition` of a decoder whose head is as large as its blocks."""
@@ -887,10 +903,7 @@ def test_the_partition_of_the_config() -> None:
 
     assert parts("best") == parts("parameters") != parts("uniform") == [0, 3, 5]
     assert parts("type:decoderlayer") == [0, 3, 5] or parts("type:decoderlayer") == [0, 2, 5]
-    slow = decoder(**sizes)
-    forward = slow.model.layers[0].forward
-    slow.model.layers[0].forward = lambda *args, **kwargs: (time.sleep(0.1), forward(*args, **kwargs))[1]
-    assert parts("profile", slow) == [0, 1, 5]
+    assert parts("profile", slow(decoder(**sizes), 0)) == [0, 1, 5]
     with pytest.raises(RuntimeError, match="'type:Nothing' matches none of the layers' classes"):
         parts("type:Nothing")
     with pytest.raises(ValueError, match=r"pipeline\.partition 'thirds' is none of parameters, uniform, type:REGEX, profile"):

@@ -96,7 +96,8 @@ def ds_ssh() -> int:
 
 
 def _on_all(hosts: Sequence[str], line: str) -> int:
-    """Returns the largest exit code. A signal ends the command on all hosts: each has a terminal (-tt), which hangs up."""
+    """Returns the largest exit code, 128 + N for an ssh that signal N ended, as shells do. A signal to this process ends the command
+    on all hosts: each has a terminal (-tt), which hangs up."""
 
     def stop(number: int, frame: Any) -> NoReturn:
         raise SystemExit(128 + number)
@@ -114,7 +115,7 @@ def _on_all(hosts: Sequence[str], line: str) -> int:
             reader.start()
         for reader in readers:
             reader.join()
-        codes = [process.wait() for process in running.values()]
+        codes = [code if code >= 0 else 128 - code for code in (process.wait() for process in running.values())]
     finally:
         for process in running.values():
             if process.poll() is None:

@@ -710,7 +710,7 @@ class NativeDecoder(PartRunner):
         if not config.part.has_head:
             numbers = numbers._replace(logit_rows=array("i"))
         if config.pad_token >= 0:
-            positions = torch.tensor([position for span in numbers.spans() for position in range(span.stop)])
+            positions = torch.tensor([position for span in numbers.spans() for position in range(span.start, span.stop)])
             numbers = numbers._replace(types=array("i", learnt(config, torch.tensor(numbers.ids), positions).tolist()))
         self._run(numbers)
         if config.has_head:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.config.plan import PipelinePlan
@@ -30,7 +29,7 @@ from slipstream.parallel.schedule import stages_of
 from slipstream.parallel.slicing import gather_behind, scatter_before
 from slipstream.parallel.tensor import Slices
 from slipstream.parallel.transformers_sequence import Sequences
-from slipstream.world.mesh import nearest_divisor
+from slipstream.world.mesh import Axis, nearest_divisor
 from slipstream.zero.wrap import repeated_blocks
 
 _PROFILED = 128  # tokens in the forward that the method `profile` measures
@@ -63,6 +62,7 @@ class PipelinedDecoder(nn.Module):
         slices: Slices | None = None,
         sequences: Sequences | None = None,
         is_v: bool = False,
+        world: Axis | None = None,
     ) -> None:
         super().__init__()
         self.is_v = is_v
@@ -79,7 +79,7 @@ class PipelinedDecoder(nn.Module):
         self.num_ranks = num_stages // max(len(self.stages), 1)  # along the pipeline
         self.layers_name, names = _layers_of(model)
         before, after = _around(model, self.layers_name)
-        self.parts = _divide(model, self.layers_name, names, after, num_stages, method)
+        self.parts = _divide(model, self.layers_name, names, after, num_stages, method, world)
         owners = dict.fromkeys(before, 0) | dict.fromkeys(after, num_stages - 1)
         for stage in range(num_stages):
             owners |= {f"{self.layers_name}.{name}": stage for name in names[self.parts[stage] : self.parts[stage + 1]]}
@@ -325,10 +325,12 @@ def _traced(model: nn.Module, layers: str, outside: Sequence[str]) -> tuple[list
     return [name for name in outside if name in called[:start]], [name for name in outside if name not in called[:start]]
 
 
-def _divide(model: nn.Module, layers: str, names: Sequence[str], after: Sequence[str], num_stages: int, method: str) -> list[int]:
-    """The bounds of the stages, each of at least one layer."""
+def _divide(
+    model: nn.Module, layers: str, names: Sequence[str], after: Sequence[str], num_stages: int, method: str, world: Axis | None
+) -> list[int]:
+    """The bounds of the stages, each of at least one layer. Collective over `world` for a measured division."""
     if len(names) < num_stages:
-        ranks = dist.get_world_size() if dist.is_initialized() else num_stages
+        ranks = num_stages if world is None else world.size
         raise ValueError(
             f"{type(model).__name__} has {len(names)} layers, fewer than the {num_stages} pipeline stages; "
             f"{nearest_divisor(ranks, len(names))} work on {ranks} ranks"
@@ -339,10 +341,8 @@ def _divide(model: nn.Module, layers: str, names: Sequence[str], after: Sequence
     if kind == "type":
         return partition(blocks, num_stages, method)
     if kind == "profile":
-        bounds = [partition_balanced(_seconds(model, [f"{layers}.{name}" for name in names]), num_stages)]
-        if dist.is_initialized():  # measurements differ between ranks
-            dist.broadcast_object_list(bounds)
-        return bounds[0]
+        bounds = partition_balanced(_seconds(model, [f"{layers}.{name}" for name in names]), num_stages)
+        return bounds if world is None else world.gather(bounds)[0]  # measurements differ between ranks
     if kind != "parameters":
         raise ValueError(f"pipeline.partition {method!r} is none of parameters, uniform, type:REGEX, profile")
     weights = [sum(param.numel() for param in block.parameters()) for block in blocks]

@@ -164,7 +164,7 @@ class Ema:
         """
         self.engine.gate.check("ema")
         self._follow()
-        values: Mapping[str, Tensor] = state["average"]
+        values, num_updates = state["average"], int(state["num_updates"])
         own = {
             name: whole_shape(param, slot.shape)
             for unit in self._averages
@@ -183,7 +183,7 @@ class Ema:
             for i, (name, start, within) in enumerate(_owned(unit)):
                 if name in values:
                     average.put(start, access.part_of_whole(values[name], unit, i).reshape(-1)[within])
-        self.num_updates = int(state["num_updates"])
+        self.num_updates = num_updates
 
     def tensors(self) -> dict[str, FlatSlice]:
         """This rank's ranges of the averages, for a checkpoint."""

@@ -135,7 +135,8 @@ def initialize(
         loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = _first_values(model, mesh, device)
-    inner, rule = build_optimizer(named, model, optimizer, model_parameters)
+    with agreement.refused_together("its optimizer", group):  # a stage may have no heads for per_head_muon
+        inner, rule = build_optimizer(named, model, optimizer, model_parameters)
     scheduler = scaled_schedule(plan, loader, scheduler_of(plan, lr_scheduler, inner), inner)
     if scheduler is not None and isinstance(model, PipelineModule | PipelinedDecoder):
         check_step(scheduler, "which train_batch() cannot pass:")
@@ -235,7 +236,7 @@ def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, 
                 ", or drop the stages"
             )
         model = PipelinedDecoder.on_rank(
-            model, mesh.pp.index, mesh.pp.size, plan.pipeline, slices=cut.slices, sequences=cut.sequences
+            model, mesh.pp.index, mesh.pp.size, plan.pipeline, slices=cut.slices, sequences=cut.sequences, world=mesh.world
         )
         model_parameters = None if model_parameters is None else kept(model_parameters, model, given_model)
     if isinstance(model, PipelineModule | PipelinedDecoder):
