@@ -109,7 +109,7 @@ def whole_states(kind: str, stage: int, blocks: dict[str, Any], folder: Path) ->
     if engine.mesh.pp.size == 1:
         engine.load_checkpoint(folder / "rank0", tag=name)
         for key, gradient in gradients_of(engine, list(gradients)).items():
-            torch.testing.assert_close(gradient, gradients[key], rtol=0.05, atol=0.02 * float(gradients[key].abs().max()))
+            torch.testing.assert_close(gradient, gradients[key], rtol=0.05, atol=0.05 * float(gradients[key].abs().max()))
     refusals(engine, want, average, mean)
     engine.destroy()
 
