@@ -292,7 +292,8 @@ def test_each_chunk_of_a_stream_may_state_its_usage(address: str, path: str) -> 
             usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
             counts = [(one["completion_tokens"], one["total_tokens"] - prompt) for one in usages if one]
             assert not any("completion_tokens_details" in one or "prompt_tokens_details" in one for one in usages if one)
-            assert sorted({*counts}) == ([(num, num) for num in (1, 2, 3, 4)] if each else []) and counts == sorted(counts)
+            assert counts[-1:] == ([(4, 4)] if each else []) and counts == sorted(counts)  # a chunk may have several tokens
+            assert {*counts} <= {(num, num) for num in (1, 2, 3, 4)}
 
 
 @pytest.mark.parametrize(

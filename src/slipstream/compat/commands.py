@@ -96,8 +96,8 @@ def ds_ssh() -> int:
 
 
 def _on_all(hosts: Sequence[str], line: str) -> int:
-    """Returns the largest exit code, 128 + N for an ssh that signal N ended, as shells do. A signal to this process ends the command
-    on all hosts: each has a terminal (-tt), which hangs up."""
+    """Returns the largest exit code, 128 + N for an ssh that signal N ended, as shells do. A signal to this process ends the
+    command on all hosts: each has a terminal (-tt), which hangs up."""
 
     def stop(number: int, frame: Any) -> NoReturn:
         raise SystemExit(128 + number)
