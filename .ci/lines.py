@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 BUDGETS = {
-    "inference": 19_710,
+    "inference": 19_751,
     "train": 10_984,
     "compat": 9_099,
     "zero": 6_344,

@@ -15,6 +15,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 from slipstream.inference.server.chat import ChatRequest  # noqa: E402
+from slipstream.inference.server.responses import ResponsesRequest  # noqa: E402
 from tests.inference.fake_engine import FakeEngine, FakeTokenizer, Handle  # noqa: E402
 from tests.inference.test_server import CHAT, COMPLETIONS, OTHER, STRICT, TOOL, USER, call, client, post, serving  # noqa: E402
 
@@ -447,6 +448,31 @@ def test_a_conversation_with_calls(ai: Any, engine: FakeEngine) -> None:
     assert ai.responses.create(model="fake/model", input=[*history, {"role": "user", "content": "and"}]).status == "completed"
     forced = ai.responses.create(model="fake/model", input="x", tools=[FLAT], tool_choice={"type": "function", "name": "add"})
     assert kinds(forced) == ["function_call"] and json.loads(forced.output[0].arguments) == {"a": 7}
+
+
+def test_functions_of_namespaces(ai: Any, address: str) -> None:
+    """Codex sends an MCP server's tools so. A model knows them as namespace__name; calls have both, and go back as they came."""
+    tools: Any = [
+        {"type": "namespace", "name": "sums", "description": "", "tools": [{**FLAT, "strict": False}, {"type": "custom"}]}
+    ]
+    chosen: Any = {"type": "function", "name": "add", "namespace": "sums"}
+    ask = {"model": "fake/model", "input": "x", "tools": tools, "tool_choice": chosen}
+    with ai.responses.stream(**ask) as stream:
+        [first] = stream.get_final_response().output
+    assert (first.name, first.namespace, json.loads(first.arguments)) == ("add", "sums", {"a": 7})
+    history = [first.model_dump(exclude_none=True), {"type": "function_call_output", "call_id": first.call_id, "output": "7"}]
+    chat = ResponsesRequest(model="fake/model", input=history, tools=tools).chat()
+    assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == chat["tools"][0]["function"]["name"] == "sums__add"
+    assert ai.responses.create(model="fake/model", input=history, tools=tools).status == "completed"
+    reply = call(address, "POST", "/v1/responses", json.dumps(ask))
+    assert reply.headers["x-slipstream-ignored"] == "tools.namespace.custom"
+    for wrong, param in (
+        ({"tools": "x"}, "tools.1"),
+        ({"tools": ["x"]}, "tools.1.tools.0"),
+        ({"tools": [FLAT | {"name": "a b"}]}, "tools.1.tools.0.name"),
+    ):
+        body = json.dumps({**ask, "tools": [FLAT, {**tools[0], **wrong}]})
+        assert (reply := call(address, "POST", "/v1/responses", body)).status == 400 and reply.error["param"] == param, reply.body
 
 
 @pytest.mark.parametrize("text", ["think", "use a tool", "use a tool, then talk", "unicode"])

@@ -106,7 +106,7 @@ class CountRequest(CommonFields):
 
     def names(self) -> dict[str, str]:
         """A chat request's field -> the field here."""
-        return _CHAT | fields_of_tools(self.own(), "input_schema")
+        return _CHAT | fields_of_tools((f"tools.{index}" for index in self.own()), "input_schema")
 
     def hosted(self) -> set[str]:
         """Anthropic's own tools, which have no schema and do not run here."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, JsonValue
 
@@ -33,6 +33,26 @@ _ITEMS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {  # kind -> prefix o
     "message": ("msg", "output_text", {"role": "assistant"}),
     "function_call": ("fc", "function_call_arguments", {}),
 }
+
+
+class _Tool(NamedTuple):
+    place: str  # of the tool in the request
+    list: str  # the field that holds it
+    tool: Mapping[str, Any]
+
+    @property
+    def kind(self) -> Any:
+        return self.tool.get("type")
+
+    @property
+    def name(self) -> Any:
+        return qualified(self.tool)
+
+
+def qualified(tool: Mapping[str, Any]) -> Any:
+    """The name by which a model knows a function, or a call of one: with its namespace, as MCP's clients join the two."""
+    name, namespace = tool.get("name"), tool.get("namespace")
+    return f"{namespace}__{name}" if namespace and isinstance(name, str) else name
 
 
 class TextOptions(Fields):
@@ -73,7 +93,7 @@ class ResponsesRequest(CommonFields):
         )
         for number, item in enumerate(items):
             _add_item(messages, item, f"input.{number}")
-        tools = [nested((self.tools or ())[index]) for index in self.functions()]
+        tools = [nested({**function.tool, "name": function.name}) for function in self.functions()]
         chat = {
             **self.shared(),
             "messages": messages,
@@ -88,36 +108,52 @@ class ResponsesRequest(CommonFields):
         return {name: value for name, value in chat.items() if value is not None}
 
     def _choice(self, has_tools: bool) -> Any:
-        match self.tool_choice:
-            case {"type": "function", "name": name}:
-                return {"type": "function", "function": {"name": name}}
+        choice: Any = self.tool_choice
+        match choice:
+            case {"type": "function", "name": str()}:
+                return {"type": "function", "function": {"name": qualified(choice)}}
             case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
                 functions = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
                 if not functions and tools and mode == "auto":
                     return "none"
-                if not all("name" in tool for tool in functions):
+                if not all(isinstance(tool.get("name"), str) for tool in functions):
                     raise RequestError("tool_choice: a function has no name", param="tool_choice")
-                named = [{"type": "function", "function": {"name": tool["name"]}} for tool in functions]
+                named = [{"type": "function", "function": {"name": qualified(tool)}} for tool in functions]
                 return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
             case "auto" if not has_tools:
                 return None
-        return self.tool_choice
+        return choice
 
-    def functions(self) -> list[int]:
-        """The indices of the tools that are functions."""
-        return [index for index, tool in enumerate(self.tools or ()) if tool.get("type") == "function"]
+    def _listed(self) -> Iterator[_Tool]:
+        for index, tool in enumerate(self.tools or ()):
+            match tool:
+                case {"type": "namespace", "name": str(name), "tools": list(tools)} if name:
+                    for number, inner in enumerate(tools):
+                        if not isinstance(inner, dict):
+                            raise RequestError(
+                                f"tools.{index}.tools.{number} is not an object", param=f"tools.{index}.tools.{number}"
+                            )
+                        yield _Tool(f"tools.{index}.tools.{number}", "tools.namespace", {**inner, "namespace": name})
+                case {"type": "namespace"}:
+                    raise RequestError("a namespace has a name and a list of tools", param=f"tools.{index}")
+                case _:
+                    yield _Tool(f"tools.{index}", "tools", tool)
+
+    def functions(self) -> list[_Tool]:
+        """The tools that are functions, those of namespaces included."""
+        return [tool for tool in self._listed() if tool.kind == "function"]
 
     def hosted(self) -> set[str]:
         """The tools that are not functions. They have no effect, because no hosted tool runs here."""
         chosen = self.tool_choice.get("tools") if isinstance(self.tool_choice, dict) else None
-        listed = {"tools": self.tools or (), "tool_choice.tools": chosen if isinstance(chosen, list) else ()}
-        kinds = [(name, one.get("type") if isinstance(one, dict) else one) for name, tools in listed.items() for one in tools]
-        return {f"{name}.{kind}" for name, kind in kinds if kind != "function"}
+        kinds = [one.get("type") if isinstance(one, dict) else one for one in (chosen if isinstance(chosen, list) else ())]
+        found = {f"tool_choice.tools.{kind}" for kind in kinds if kind != "function"}
+        return found | {f"{tool.list}.{tool.kind}" for tool in self._listed() if tool.kind != "function"}
 
 
 def prepare(server: Serving, request: ResponsesRequest, caller: Caller) -> Prepared:
     """Raises RequestError."""
-    names = _CHAT | fields_of_tools(request.functions(), "parameters")
+    names = _CHAT | fields_of_tools((function.place for function in request.functions()), "parameters")
     ignored = server.front.ignored(request, request.hosted())
     return prepare_converted(server, request.chat(), names, caller, ignored, partial(ResponsesFormat, request))
 
@@ -133,7 +169,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
         else:
             messages.append({"role": item["role"], "content": content})
     elif kind == "function_call":
-        call = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"name": qualified(item), "arguments": item.get("arguments")}
         if last is None:
             messages.append(last := {"role": "assistant", "content": ""})
         last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
@@ -156,10 +192,10 @@ def nested(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def fields_of_tools(indices: Iterable[int], schema: str) -> dict[str, str]:
-    """The fields of a chat's tools -> those of the tools at `indices`, of which they were made; `schema`: the parameters' field."""
+def fields_of_tools(places_here: Iterable[str], schema: str) -> dict[str, str]:
+    """The fields of a chat's tools -> those of the tools of which they were made; `schema`: the parameters' field."""
     fields = {"name": "name", "description": "description", "parameters": schema, "strict": "strict"}
-    places = {f"tools.{number}.function": f"tools.{index}" for number, index in enumerate(indices)} | {"tools.function": "tools"}
+    places = {f"tools.{number}.function": here for number, here in enumerate(places_here)} | {"tools.function": "tools"}
     return {f"{chat}.{name}": f"{place}.{field}" for chat, place in places.items() for name, field in fields.items()}
 
 
@@ -176,6 +212,7 @@ class ResponsesFormat(BlocksFormat):
     def __init__(self, request: ResponsesRequest, chat: ChatFormat) -> None:
         super().__init__(chat)
         self._num_events = 0
+        self._in_namespaces = {function.name: function.tool for function in request.functions() if "namespace" in function.tool}
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -225,7 +262,7 @@ class ResponsesFormat(BlocksFormat):
     def begin_block(self, kind: str, call: tuple[str, str] | None) -> bytes:
         """Text parts stay empty until `end_block`, as in OpenAI's events."""
         prefix, _, fields = _ITEMS[kind]
-        own = {"call_id": call[0], "name": call[1], "arguments": ""} if call else {**fields, "content": []}
+        own = {"call_id": call[0], **self._named(call[1]), "arguments": ""} if call else {**fields, "content": []}
         item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **own}
         self.blocks.append(item)
         events = self._event("response.output_item.added", output_index=len(self.blocks) - 1, item=item)
@@ -253,6 +290,10 @@ class ResponsesFormat(BlocksFormat):
             events = self._event(name, **self._place(), content_index=0, text=part["text"], **_logprobs(item["type"]))
             events += self._event("response.content_part.done", **self._place(), content_index=0, part=part)
         return events + self._event("response.output_item.done", output_index=len(self.blocks) - 1, item=item)
+
+    def _named(self, name: str) -> dict[str, Any]:
+        tool = self._in_namespaces.get(name)
+        return {"name": name} if tool is None else {"name": tool["name"], "namespace": tool["namespace"]}
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.blocks[-1]["id"], "output_index": len(self.blocks) - 1}
