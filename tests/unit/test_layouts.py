@@ -132,7 +132,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--ranks", "16"], "--ranks needs --model"),
         (["--ranks", "16", "--hosts", "3", "--model", folder], "hosts have equal numbers"),
         ([parts, "--world", "16", "--num-params", "1G"], "pp 2, sp 1, tp 4, experts over 1"),
-        ([], "needs a config, or --ranks"),
+        ([], "slipstream plan: give a config, or --ranks"),
     ):
         assert main(["plan", *words]) != 0
         assert text in capsys.readouterr().err

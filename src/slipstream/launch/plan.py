@@ -197,7 +197,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.ranks:
         return compare_layouts(options)
     if options.config is None:
-        raise ValueError("slipstream plan needs a config, or --ranks with --model to compare layouts")
+        raise ValueError("give a config, or --ranks with --model to compare layouts")
     from slipstream.config import DataWorld, describe, resolve
     from slipstream.config.arguments import read_config
     from slipstream.config.resolution import DEEPSPEEDS, WorldError

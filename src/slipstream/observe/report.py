@@ -129,7 +129,7 @@ def _kernels() -> list[ReportRow]:
 def _memory() -> list[ReportRow]:
     pressure = read_pressure()
     shm, kills = pressure.shm, pressure.cgroup_kills
-    free = f"{_size(shm[2])} free; data loader workers use it, Slipstream does not" if shm else "data loader workers need it"
+    free = f"{_size(shm[2])} free; data loader workers and checkpoints in memory use it" if shm else "data loader workers need it"
     return [
         ReportRow("memory", _size(memory_total()), "of the control group" if pressure.limit else "of the host"),
         ReportRow("/dev/shm", _size(shm[0]) if shm else "none", free),

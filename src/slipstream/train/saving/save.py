@@ -148,8 +148,8 @@ class Saves:
         backwards = self.states.hooks.backwards
         if backwards:
             logger.warning(
-                "checkpoint in the middle of an accumulation window: the gradients of its %d backward passes are not saved, and a "
-                "resumed run begins a new window; save after the engine.step() that updates",
+                "checkpoint in the middle of an accumulation window: the gradients of its %d backward pass(es) are not saved, and "
+                "a resumed run begins a new window; save after the engine.step() that updates, or discard them with zero_grad()",
                 backwards,
             )
         ranks = self.mesh.world.ranks
