@@ -306,6 +306,22 @@ def test_a_state_dict_of_released_parameters_has_their_names_and_shapes(tmp_path
 
 
 @distributed(world_size=2)
+def test_a_sharded_model_without_an_engine_does_not_compute() -> None:
+    """Layers raise, where NaN would come of what the parameters show. Under DeepSpeed their shapes are wrong."""
+    makers = (lambda: nn.Linear(4, 4), lambda: nn.Embedding(9, 4), lambda: nn.Conv2d(2, 3, 1), lambda: nn.LayerNorm(4))
+    makers += (lambda: nn.MultiheadAttention(4, 2),)
+    inputs = ((torch.zeros(1, 4),), (torch.zeros(1, dtype=torch.long),), (torch.zeros(1, 2, 3, 3),), (torch.zeros(1, 4),))
+    inputs += ((torch.zeros(3, 1, 4),) * 3,)
+    for make, given in zip(makers, inputs, strict=True):
+        with held.Init():
+            layer = make()
+        with pytest.raises(RuntimeError, match=r"a layer uses a parameter of shape .* no engine gathers it: pass the model to"):
+            layer(*given)
+        with zero.GatheredParameters(layer.parameters()):
+            layer(*given)
+
+
+@distributed(world_size=2)
 def test_an_engine_that_cannot_be_made_leaves_the_model_in_ranges() -> None:
     with held.Init():
         model = toy.seeded(toy.Lm)

@@ -63,6 +63,10 @@ _FACTS = frozenset(  # functions that do not read the values; `__get__` and `__s
     is_floating_point ndimension nelement numel register_hook register_post_accumulate_grad_hook requires_grad_ size stride
     type""".split()  # noqa: SIM905
 )
+_OF_LAYERS = frozenset(  # what computes with a layer's weights; NaN would come of it
+    """addmm batch_norm bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding embedding_bag
+    group_norm instance_norm layer_norm linear matmul __matmul__ mm multi_head_attention_forward rms_norm""".split()  # noqa: SIM905
+)
 
 
 # -- flat ranges of a parameter, one per rank of a group --
@@ -185,6 +189,7 @@ class HeldParameter(nn.Parameter):
         reads = name not in _FACTS or func in _TRANSPOSED
         if (reads and Init.is_open()) or name == "equal":  # transformers compares what it ties
             return _compute(func, args, kwargs)
+        _refuse_layers(name, (*args, *kwargs.values()))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -295,6 +300,17 @@ def _no_write(target: Tensor) -> RuntimeError:
         f"a parameter of shape {tuple(target.shape)} was sharded by zero.Init and cannot be written here; write it "
         f"inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
     )
+
+
+def _refuse_layers(name: str, given: Iterable[Any]) -> None:
+    """Raise RuntimeError if a layer's function is called with a held parameter."""
+    for param in given if name in _OF_LAYERS else ():
+        if isinstance(param, HeldParameter):
+            raise RuntimeError(
+                f"a layer uses a parameter of shape {tuple(param.shape)} that zero.Init sharded, and no engine gathers it: pass "
+                "the model to deepspeed.initialize(), call it within `deepspeed.zero.GatheredParameters(model.parameters())`, or "
+                "build it outside of zero.Init"
+            )
 
 
 def _convert(param: Any, dtype: torch.dtype) -> None:
