@@ -13,7 +13,7 @@ from pathlib import Path
 BUDGETS = {
     "inference": 19_751,
     "train": 10_984,
-    "compat": 9_115,
+    "compat": 9_131,
     "zero": 6_344,
     "parallel": 6_189,
     "ops": 6_028,

@@ -636,7 +636,7 @@ def test_a_partition_config() -> None:
     compare("llama", 0, 2, blocks={"tensor_parallel": {"tp": {"tp_size": 2}, "preset_model": "llama"}})
     compare("mistral", 0, 2, blocks={"tensor_parallel": {"autotp_size": 2, "preset_model": "mistral"}})  # transformers' plan
     compare("gpt2", 0, 2, model=build_derived)
-    compare("gpt2", 0, 2, model=build_derived, blocks=specs(fused))
+    compare("gpt2", 0, 2, model=build_derived, blocks=specs({**fused, "shape": ((32, 32, 32), -1)}))  # a dictionary may have tuples
 
 
 @distributed(world_size=2)
@@ -815,9 +815,10 @@ def test_slices_of_your_own(stage: int, prefix: str, transport: str, tmp_path: P
 
 @distributed(world_size=2)
 def test_deepspeeds_tp_model_init() -> None:
-    from slipstream.compat.zero import GatherReplacedLayerParams
+    from slipstream.compat.zero import GatherReplacedLayerParams, set_autotp_mode
     from slipstream.parallel.slicing import tp_model_init
 
+    set_autotp_mode(training=True)
     for stage in (1, 3):
         model = tp_model_init(build("llama"), tp_size=2, dtype=torch.float32)
         engine = slipstream.initialize(model=model, config=settings(stage))[0]

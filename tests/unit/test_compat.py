@@ -131,6 +131,8 @@ def test_what_clients_look_for_when_they_import(deepspeed: Any) -> None:
     assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
     assert deepspeed.zero.GatheredParameters is deepspeed.runtime.zero.partition_parameters.GatheredParameters
     assert deepspeed.comm.ReduceOp.SUM is dist.ReduceOp.SUM  # torch.distributed's own
+    assert deepspeed.comm.TorchBackend.get_all_gather_function() is dist.all_gather_into_tensor
+    assert deepspeed.comm.TorchBackend.get_reduce_scatter_function() is dist.reduce_scatter_tensor
     assert callable(deepspeed.checkpointing.checkpoint) and callable(deepspeed.ops.adam.DeepSpeedCPUAdam)
     assert deepspeed.utils.logger.name == "slipstream" and deepspeed.__version__.startswith("0.19.8+slipstream")
     assert deepspeed.get_accelerator().current_device_name() == "cpu"

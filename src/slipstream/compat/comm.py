@@ -164,6 +164,18 @@ def has_all_gather_into_tensor() -> bool:
 has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
 
 
+class TorchBackend:
+    """DeepSpeed's backend: the operations over flat tensors, which its communication benchmarks get from here."""
+
+    @staticmethod
+    def get_all_gather_function() -> Callable[..., Any]:
+        return dist.all_gather_into_tensor
+
+    @staticmethod
+    def get_reduce_scatter_function() -> Callable[..., Any]:
+        return dist.reduce_scatter_tensor
+
+
 class CommsLogger:
     """The log of this process: operations that the script calls here if `enabled`, and those of its engines that have a log.
 

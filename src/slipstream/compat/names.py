@@ -32,7 +32,7 @@ inference.config compat.inference: DeepSpeedInferenceConfig
 inference.config compat.config: DtypeEnum
 ops.transformer fused: DeepSpeedTransformerConfig DeepSpeedTransformerLayer
 module_inject fused: replace_transformer_layer
-module_inject.layers compat.zero: GatherReplacedLayerParams
+module_inject.layers compat.zero: GatherReplacedLayerParams set_autotp_mode
 runtime compat.handles: DeepSpeedOptimizer ZeROOptimizer
 runtime.hybrid_engine compat.rollout: DeepSpeedHybridEngine
 runtime.rollout compat.rollout: HybridEngineRollout JSDLossOutput ResponseTokenBatch generalized_jsd_loss RolloutBatch RolloutEngine
@@ -122,13 +122,13 @@ runtime.utils parallel.layers: partition_balanced partition_uniform prefix_sum_i
 runtime.activation_checkpointing.checkpointing compat.checkpointing: CudaRNGStatesTracker checkpoint configure get_cuda_rng_tracker
     is_configured model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed non_reentrant_checkpoint reset
     _CUDA_RNG_STATE_TRACKER _MODEL_PARALLEL_RNG_TRACKER_NAME _set_cuda_rng_state
-comm compat.comm: P2POp all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced
-    all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv broadcast broadcast_object_list comms_logger configure
-    gather get_all_ranks_from_group get_comm_operation_count get_global_rank get_local_rank get_logged_comm_ops get_rank
-    get_world_group get_world_size has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager has_comm_data
-    has_reduce_scatter_tensor inference_all_reduce init_distributed initialize_mesh_device irecv is_available is_initialized isend
-    log_summary monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter
-    send
+comm compat.comm: P2POp TorchBackend all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
+    all_reduce_coalesced all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv broadcast broadcast_object_list
+    comms_logger configure gather get_all_ranks_from_group get_comm_operation_count get_global_rank get_local_rank
+    get_logged_comm_ops get_rank get_world_group get_world_size has_all_gather_into_tensor has_all_reduce_coalesced
+    has_coalescing_manager has_comm_data has_reduce_scatter_tensor inference_all_reduce init_distributed initialize_mesh_device
+    irecv is_available is_initialized isend log_summary monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn
+    reduce_scatter_tensor reset_log scatter send
 utils compat.pickled: fragment_address
 utils compat.utils: OnDevice get_current_level get_log_level_from_string get_z3_leaf_modules instrument_w_nvtx log_dist
     log_dist_once log_levels logger see_memory_usage set_log_level_from_string set_z3_leaf_module set_z3_leaf_modules

@@ -203,6 +203,10 @@ def GatherReplacedLayerParams(params: Any, module: nn.Module, enabled: bool = Tr
         yield
 
 
+def set_autotp_mode(training: bool = False) -> None:
+    """Has no effect: `initialize` cuts a model for training, `init_inference` for inference."""
+
+
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """A no-op: a forward gathers every parameter that it reads, even outside the parameter's module."""
 

@@ -90,7 +90,7 @@ def _checked(kind: Any, raw: Any, where: str) -> Any:
         fits = (
             isinstance(value, type(default))
             if isinstance(default, (bool, str, int))
-            else value is None or isinstance(value, (list, int))
+            else value is None or isinstance(value, (list, tuple, int))
         )
         if not fits:
             raise ValueError(f"{where}.{name} must not be {value!r}")
@@ -335,7 +335,7 @@ def _cut_of(spec: CutSpec) -> Cut:
         dim = dim if spec.partition_dim is None else spec.partition_dim
         lengths = spec.shape[dim] if 0 <= dim < len(spec.shape) else None
         fused = spec.shape[0] if dim == 0 and len(spec.shape) == 2 and spec.shape[1] == -1 else lengths
-        parts = tuple(fused) if isinstance(fused, list) else (fused, -1) if isinstance(fused, int) and fused > 0 else None
+        parts = tuple(fused) if isinstance(fused, (list, tuple)) else (fused, -1) if isinstance(fused, int) and fused > 0 else None
         if parts is None or not all(isinstance(part, int) for part in parts):
             raise ValueError(
                 f"tensor_parallel.partition_config: shape {spec.shape} of {', '.join(spec.patterns)} has no parts along dimension "
