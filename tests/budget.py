@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 TEST_S = 10.0  # limit in processor seconds for a test without the mark `slow`; the summary lists those above it
-FAILS_S = 25.0  # above this the run fails: half the speed of the usual machine does not explain it
+FAILS_S = 80.0  # above this the run fails: a slow machine does not explain it (30 s on one that was not half as fast as usual)
 FILE_S = 20.0  # limit for the tests of a file with their fixtures; the summary lists files above it
 ALL_S = 24 * 60.0  # of `make test`: two cores for twelve minutes
-ALL_FAILS_S = 1.75 * ALL_S  # processors differ by a third
+ALL_FAILS_S = 4 * ALL_S  # the same tests took 900 to 2,730 s of processors, by the machine and its neighbors
 NUM_SHOWN = 20
 
 _in_workers = 0.0  # processor seconds of the pool's workers so far, for this process's tests
