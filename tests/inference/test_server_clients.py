@@ -453,7 +453,7 @@ def test_a_conversation_with_calls(ai: Any, engine: FakeEngine) -> None:
 def test_functions_of_namespaces(ai: Any, address: str) -> None:
     """Codex sends an MCP server's tools so. A model knows them as namespace__name; calls have both, and go back as they came."""
     tools: Any = [
-        {"type": "namespace", "name": "sums", "description": "", "tools": [{**FLAT, "strict": False}, {"type": "custom"}]}
+        {"type": "namespace", "name": "sums", "description": "Sums.", "tools": [{**FLAT, "strict": False}, {"type": "custom"}]}
     ]
     chosen: Any = {"type": "function", "name": "add", "namespace": "sums"}
     ask = {"model": "fake/model", "input": "x", "tools": tools, "tool_choice": chosen}
@@ -463,6 +463,7 @@ def test_functions_of_namespaces(ai: Any, address: str) -> None:
     history = [first.model_dump(exclude_none=True), {"type": "function_call_output", "call_id": first.call_id, "output": "7"}]
     chat = ResponsesRequest(model="fake/model", input=history, tools=tools).chat()
     assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == chat["tools"][0]["function"]["name"] == "sums__add"
+    assert chat["tools"][0]["function"]["description"] == "Sums."
     assert ai.responses.create(model="fake/model", input=history, tools=tools).status == "completed"
     reply = call(address, "POST", "/v1/responses", json.dumps(ask))
     assert reply.headers["x-slipstream-ignored"] == "tools.namespace.custom"

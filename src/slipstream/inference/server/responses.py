@@ -37,7 +37,7 @@ _ITEMS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {  # kind -> prefix o
 
 class _Tool(NamedTuple):
     place: str  # of the tool in the request
-    list: str  # the field that holds it
+    field: str  # the field that holds its list
     tool: Mapping[str, Any]
 
     @property
@@ -125,6 +125,7 @@ class ResponsesRequest(CommonFields):
         return choice
 
     def _listed(self) -> Iterator[_Tool]:
+        """All tools. The first one of a namespace also has the namespace's description, which templates have no place for."""
         for index, tool in enumerate(self.tools or ()):
             match tool:
                 case {"type": "namespace", "name": str(name), "tools": list(tools)} if name:
@@ -133,7 +134,9 @@ class ResponsesRequest(CommonFields):
                             raise RequestError(
                                 f"tools.{index}.tools.{number} is not an object", param=f"tools.{index}.tools.{number}"
                             )
-                        yield _Tool(f"tools.{index}.tools.{number}", "tools.namespace", {**inner, "namespace": name})
+                        texts = (tool.get("description") if number == 0 else None, inner.get("description"))
+                        inner = {**inner, "namespace": name, "description": "\n".join(str(text) for text in texts if text)}
+                        yield _Tool(f"tools.{index}.tools.{number}", "tools.namespace", inner)
                 case {"type": "namespace"}:
                     raise RequestError("a namespace has a name and a list of tools", param=f"tools.{index}")
                 case _:
@@ -148,7 +151,7 @@ class ResponsesRequest(CommonFields):
         chosen = self.tool_choice.get("tools") if isinstance(self.tool_choice, dict) else None
         kinds = [one.get("type") if isinstance(one, dict) else one for one in (chosen if isinstance(chosen, list) else ())]
         found = {f"tool_choice.tools.{kind}" for kind in kinds if kind != "function"}
-        return found | {f"{tool.list}.{tool.kind}" for tool in self._listed() if tool.kind != "function"}
+        return found | {f"{tool.field}.{tool.kind}" for tool in self._listed() if tool.kind != "function"}
 
 
 def prepare(server: Serving, request: ResponsesRequest, caller: Caller) -> Prepared:
